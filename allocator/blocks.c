@@ -1,0 +1,271 @@
+/* blocks.c -- taking, giving back, publishing and evicting blocks: all by their words. */
+#include "allocator/allocator.h"
+
+#include <string.h>
+
+static void set_hint(struct kvp_class *class, uint32_t number)
+{
+    uint32_t at = number / 64;
+
+    /* Set with OR, never added: a bit that is already set would carry into its neighbour. The summary follows
+     * the hint, so that who sees the summary bit finds the hint. */
+    co_or(&class->hints[at], 1ull << number % 64);
+    co_or(&class->summary[at / 64], 1ull << at % 64);
+}
+
+static void release(struct kvp_class *class, uint32_t number)
+{
+    uint64_t word = nc_load_relaxed(&class->words[number]);
+
+    nc_store(&class->words[number], kvp_word(kvp_word_generation(word), 0, KVP_FREE));
+    KVP_CRASH_POINT("free.before_hint");
+    nc_write_back(&class->words[number], 8);
+    set_hint(class, number);
+}
+
+/* Claim FREE blocks among the bits of one hint word. The bits are taken first, so that two workers rarely try
+ * the same block; the CAS on the word decides. A death in between loses hints only: recovery sets them again. */
+static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
+{
+    struct kvp_class *class = &arena->class[c];
+    struct kvp_magazine *magazine = &class->magazine;
+    uint64_t bits = co_load(&class->hints[at]), mask = 0;
+
+    for (uint32_t room = magazine->capacity - magazine->count; room && bits; room--) {
+        mask |= bits & -bits;
+        bits &= bits - 1;
+    }
+    for (bits = co_and(&class->hints[at], ~mask) & mask; bits; bits &= bits - 1) {
+        uint32_t number = at * 64 + (uint32_t)__builtin_ctzll(bits);
+        if (number >= class->blocks)
+            continue;
+        uint64_t word = nc_load(&class->words[number]);
+        KVP_CRASH_POINT("alloc.hint_taken");
+        if (kvp_word_state(word) != KVP_FREE)
+            continue; /* whoever frees it sets the bit again */
+        if (!kvp_block_usable(arena, c, number)) {
+            set_hint(class, number); /* its segment is being drained, which may yet be undone */
+            continue;
+        }
+        if (nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_CACHED)))
+            magazine->block[magazine->count++] = number;
+    }
+    if (co_load(&class->hints[at]) == 0) {
+        co_and(&class->summary[at / 64], ~(1ull << at % 64));
+        if (co_load(&class->hints[at]) != 0) /* freed between the two: do not lose it */
+            co_or(&class->summary[at / 64], 1ull << at % 64);
+    }
+}
+
+static int refill(struct kvp_arena *arena, uint32_t c)
+{
+    struct kvp_class *class = &arena->class[c];
+    struct kvp_magazine *magazine = &class->magazine;
+    uint32_t hint_words = (class->blocks + 63) / 64, summary_words = (hint_words + 63) / 64;
+
+    for (uint32_t step = 0; step <= summary_words; step++) {
+        uint32_t s = (magazine->cursor + step) % summary_words;
+        for (uint64_t bits = co_load(&class->summary[s]); bits; bits &= bits - 1) {
+            uint32_t at = s * 64 + (uint32_t)__builtin_ctzll(bits);
+            if (at < hint_words)
+                claim_hinted(arena, c, at);
+            if (magazine->count == magazine->capacity)
+                break;
+        }
+        if (magazine->count) {
+            magazine->cursor = s;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    struct kvp_class *class = &arena->class[c];
+    struct kvp_magazine *magazine = &class->magazine;
+    uint32_t got = 0;
+
+    magazine->used = 1;
+    while (got < n && (magazine->count || refill(arena, c))) {
+        uint32_t number = magazine->block[--magazine->count];
+        uint64_t word = nc_load_relaxed(&class->words[number]);
+        /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
+        nc_store(&class->words[number], kvp_word(kvp_word_generation(word), arena->self, KVP_OWN));
+        KVP_CRASH_POINT("alloc.owned");
+        numbers[got++] = number;
+    }
+    return got;
+}
+
+static int is_owned(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *word)
+{
+    if (c >= arena->layout.classes || number >= arena->class[c].blocks)
+        return kvp_fail(KVP_E_RANGE, "class %u, block %u does not exist", c, number);
+    *word = nc_load(&arena->class[c].words[number]);
+    if (kvp_word_state(*word) == KVP_OWN && kvp_word_who(*word) == arena->self)
+        return KVP_OK;
+    return kvp_fail(KVP_E_NOTOWNED, "class %u, block %u is not reserved by this worker: already freed or published, or "
+                    "another's", c, number);
+}
+
+static void spill_magazine(struct kvp_class *class, uint32_t keep)
+{
+    while (class->magazine.count > keep)
+        release(class, class->magazine.block[--class->magazine.count]);
+}
+
+void kvp_spill(struct kvp_arena *arena)
+{
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        spill_magazine(&arena->class[c], 0);
+}
+
+int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
+{
+    uint64_t word;
+
+    for (uint32_t i = 0; i < n; i++) {
+        int status = is_owned(arena, c, numbers[i], &word);
+        if (status)
+            return status;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvp_class *class = &arena->class[c];
+        if (is_owned(arena, c, numbers[i], &word) != KVP_OK)
+            return KVP_E_NOTOWNED; /* the same number twice in one call */
+        /* The generation grows: a reference to the publication that did not happen must never fit again. */
+        nc_store(&class->words[numbers[i]], kvp_word(kvp_word_generation(word) + 1, arena->self, KVP_CACHED));
+        KVP_CRASH_POINT("free.cached");
+        if (class->magazine.count == class->magazine.capacity)
+            spill_magazine(class, class->magazine.capacity / 2);
+        if (class->magazine.count < class->magazine.capacity)
+            class->magazine.block[class->magazine.count++] = numbers[i];
+    }
+    return KVP_OK;
+}
+
+int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *ref)
+{
+    uint64_t word = 0;
+    int status = is_owned(arena, c, number, &word);
+
+    if (status == KVP_OK)
+        *ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word) + 1);
+    return status;
+}
+
+int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t word;
+    int status = is_owned(arena, c, number, &word);
+
+    if (status)
+        return status;
+    /* Release: payload, tag and score are visible to whoever sees LIVE. */
+    nc_store(&arena->class[c].words[number], kvp_word(kvp_word_generation(word) + 1, 0, KVP_LIVE));
+    nc_write_back(&arena->class[c].words[number], 8);
+    KVP_CRASH_POINT("publish.live");
+    return KVP_OK;
+}
+
+int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t block = (uint32_t)ref, c = kvp_block_class(block), number = kvp_block_number(block);
+
+    if (c >= arena->layout.classes || number >= arena->class[c].blocks)
+        return 0;
+    uint64_t word = nc_load(&arena->class[c].words[number]);
+    return kvp_word_state(word) == KVP_LIVE && kvp_ref(block, kvp_word_generation(word)) == ref;
+}
+
+/* ---- eviction ---- */
+
+static void clear_pinned(struct kvp_arena *arena, uint64_t pin)
+{
+    uint32_t c = kvp_block_class((uint32_t)pin), number = kvp_block_number((uint32_t)pin);
+
+    if (pin && c < arena->layout.classes && number < arena->class[c].blocks)
+        arena->class[c].victims[number / 64] &= ~(1ull << number % 64);
+}
+
+/* Every pin of every worker strikes its block from the victims. */
+static void strike_pinned(struct kvp_arena *arena)
+{
+    for (uint32_t w = 0; w < arena->layout.workers; w++) {
+        const nc_u64 *pins = arena->pins + (uint64_t)w * arena->layout.pin_slots;
+        nc_invalidate(&arena->slots[w].pin_high, 8);
+        uint64_t high = nc_load(&arena->slots[w].pin_high);
+        if (high > arena->layout.pin_slots)
+            high = arena->layout.pin_slots;
+        nc_invalidate(pins, high * 8);
+        for (uint64_t i = 0; i < high; i++)
+            clear_pinned(arena, nc_load(&pins[i]));
+    }
+}
+
+static uint32_t lock_victims(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint32_t locked = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t number = numbers[i];
+        if (number >= class->blocks)
+            continue;
+        uint64_t word = nc_load(&class->words[number]);
+        if (kvp_word_state(word) != KVP_LIVE)
+            continue;
+        if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_EVICTING)))
+            continue;
+        KVP_CRASH_POINT("evict.locked");
+        nc_write_back(&class->words[number], 8);
+        class->victims[number / 64] |= 1ull << number % 64;
+        numbers[locked++] = number;
+    }
+    return locked;
+}
+
+int kvp_hold(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t word = nc_load(&arena->class[c].words[number]);
+
+    return kvp_word_state(word) == KVP_LIVE &&
+           nc_cas(&arena->class[c].words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_EVICTING));
+}
+
+void kvp_unhold(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t word = nc_load_relaxed(&arena->class[c].words[number]);
+
+    nc_store(&arena->class[c].words[number], kvp_word(kvp_word_generation(word), 0, KVP_LIVE));
+    nc_write_back(&arena->class[c].words[number], 8);
+}
+
+uint32_t kvp_evict(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint32_t locked = lock_victims(arena, c, numbers, n), taken = 0;
+
+    if (!locked)
+        return 0;
+    /* Dekker with kvp_pin: EVICTING is visible before the pins are read; the pinner's slot is visible before it
+     * reads the word. One of the two sees the other. */
+    nc_full_fence();
+    strike_pinned(arena);
+    for (uint32_t i = 0; i < locked; i++) {
+        uint32_t number = numbers[i];
+        uint64_t generation = kvp_word_generation(nc_load_relaxed(&class->words[number]));
+        uint64_t bit = 1ull << number % 64;
+        int free_of_pins = (class->victims[number / 64] & bit) != 0;
+        class->victims[number / 64] &= ~bit;
+        /* OWN before the first new byte: restoring LIVE is right only while the payload is untouched. */
+        nc_store(&class->words[number], free_of_pins ? kvp_word(generation, arena->self, KVP_OWN)
+                                                     : kvp_word(generation, 0, KVP_LIVE));
+        nc_write_back(&class->words[number], 8);
+        KVP_CRASH_POINT("evict.decided");
+        if (free_of_pins)
+            numbers[taken++] = number;
+    }
+    return taken;
+}

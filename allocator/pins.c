@@ -1,0 +1,102 @@
+/* pins.c -- reading in place: a pin is one word {incarnation, block} in a slot of the worker's own. A counter
+ * could not be undone after a kill (who held it?); a slot says so by where it is. Inside the process a private
+ * count lets many readers share one slot. */
+#include "allocator/allocator.h"
+
+static nc_u64 *own_slots(const struct kvp_arena *arena)
+{
+    return arena->pins + (uint64_t)arena->self * arena->layout.pin_slots;
+}
+
+static int find(const struct kvp_arena *arena, uint64_t ref, uint32_t *c, uint32_t *number)
+{
+    *c = kvp_block_class((uint32_t)ref);
+    *number = kvp_block_number((uint32_t)ref);
+    return *c < arena->layout.classes && *number < arena->class[*c].blocks;
+}
+
+/* An unused slot, or the capacity if there is none. */
+static uint32_t take_slot(struct kvp_arena *arena)
+{
+    if (arena->pin_free_count)
+        return arena->pin_free[--arena->pin_free_count];
+    if (arena->pin_top == arena->layout.pin_slots)
+        return arena->layout.pin_slots;
+    /* The evictor reads slots below pin_high: raised before the slot is written, both before our fence. */
+    nc_store(&arena->slots[arena->self].pin_high, arena->pin_top + 1);
+    nc_write_back(&arena->slots[arena->self].pin_high, 8);
+    return arena->pin_top++;
+}
+
+static int announce(struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c, number;
+
+    if (!find(arena, ref, &c, &number))
+        return kvp_fail(KVP_E_RANGE, "reference %#llx names no block of this pool", (unsigned long long)ref);
+    uint32_t *mine = &arena->class[c].pin_slot[number];
+    if (*mine == 0) {
+        uint32_t slot = take_slot(arena);
+        if (slot == arena->layout.pin_slots)
+            return kvp_fail(KVP_E_PINS, "all %u pin slots of this worker are in use: release hits", slot);
+        nc_store(&own_slots(arena)[slot], (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
+        KVP_CRASH_POINT("pin.announced");
+        nc_write_back(&own_slots(arena)[slot], 8);
+        *mine = slot + 1;
+        arena->pin_count[slot] = 0;
+        arena->pins_held++;
+    }
+    arena->pin_count[*mine - 1]++;
+    return KVP_OK;
+}
+
+static void withdraw(struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c, number;
+
+    if (!find(arena, ref, &c, &number) || arena->class[c].pin_slot[number] == 0)
+        return;
+    uint32_t slot = arena->class[c].pin_slot[number] - 1;
+    if (--arena->pin_count[slot])
+        return;
+    arena->class[c].pin_slot[number] = 0;
+    /* Release: our reads of the payload are done before an evictor sees the slot empty. No fence after it: a
+     * pin that is seen too long only delays an eviction. */
+    nc_store(&own_slots(arena)[slot], 0);
+    KVP_CRASH_POINT("unpin.cleared");
+    nc_write_back(&own_slots(arena)[slot], 8);
+    arena->pin_free[arena->pin_free_count++] = slot;
+    if (--arena->pins_held == 0) {
+        arena->pin_top = arena->pin_free_count = 0;
+        nc_store(&arena->slots[arena->self].pin_high, 0);
+    }
+}
+
+int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
+{
+    uint32_t announced = 0, valid = 0;
+    int status = KVP_OK;
+
+    while (announced < n && (status = announce(arena, refs[announced])) == KVP_OK)
+        announced++;
+    /* Dekker with kvp_evict: our slots are visible before we read the words. */
+    nc_full_fence();
+    for (; valid < announced; valid++) {
+        nc_invalidate(&arena->class[kvp_block_class((uint32_t)refs[valid])]
+                           .words[kvp_block_number((uint32_t)refs[valid])], 8);
+        if (!kvp_ref_live(arena, refs[valid])) {
+            status = kvp_fail(KVP_E_STALE, "reference %#llx: the block was freed or reused since",
+                              (unsigned long long)refs[valid]);
+            break;
+        }
+    }
+    for (uint32_t i = valid; i < announced; i++)
+        withdraw(arena, refs[i]);
+    return valid ? (int64_t)valid : status;
+}
+
+void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        withdraw(arena, refs[i]);
+}

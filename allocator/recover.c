@@ -1,0 +1,191 @@
+/* recover.c -- what a death leaves, put back. A scan of all words: nothing else says what the dead held. */
+#include "allocator/allocator.h"
+
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+void kvp_recover_segments(struct kvp_arena *arena, uint32_t dead);
+
+static int hint_missing(const struct kvp_class *class, uint32_t number)
+{
+    return !(co_load(&class->hints[number / 64]) >> number % 64 & 1) ||
+           !(co_load(&class->summary[number / 64 / 64]) >> number / 64 % 64 & 1);
+}
+
+static void hint_again(struct kvp_class *class, uint32_t number)
+{
+    if (!hint_missing(class, number))
+        return;
+    co_or(&class->hints[number / 64], 1ull << number % 64);
+    co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
+}
+
+/* Free one block of the dead, or undo its eviction. CAS from the seen value: a recovery that was interrupted
+ * and is done again, or two that overlap, change nothing twice. */
+static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t word)
+{
+    struct kvp_class *class = &arena->class[c];
+
+    if (kvp_word_state(word) == KVP_EVICTING) /* the payload is untouched: OWN is stored before the first new byte */
+        return nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_LIVE)), 0;
+    arena->forget(arena->context, kvp_block(c, number));
+    KVP_CRASH_POINT("recover.forgotten");
+    /* A new generation: the dead may have shown a reference to the publication that it did not finish. */
+    if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_FREE)))
+        return 0;
+    KVP_CRASH_POINT("recover.freed");
+    hint_again(class, number);
+    return 1;
+}
+
+static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint64_t freed = 0;
+
+    for (uint32_t number = 0; number < class->blocks; number++) {
+        uint64_t word = nc_load(&class->words[number]);
+        enum kvp_state state = kvp_word_state(word);
+        if (state == KVP_FREE)
+            hint_again(class, number); /* the dead may have taken the bit and not the block */
+        else if (kvp_word_who(word) == dead && (state == KVP_CACHED || state == KVP_OWN || state == KVP_EVICTING))
+            freed += (uint64_t)put_back(arena, c, number, word);
+    }
+    /* Lines that the dead left right but not written back are written back too. */
+    nc_write_back(class->words, (uint64_t)class->blocks * 8);
+    return freed;
+}
+
+static void recover_pins(struct kvp_arena *arena, uint32_t dead)
+{
+    nc_u64 *pins = arena->pins + (uint64_t)dead * arena->layout.pin_slots;
+
+    for (uint32_t i = 0; i < arena->layout.pin_slots; i++) {
+        uint64_t seen = nc_load(&pins[i]);
+        if (seen)
+            nc_cas(&pins[i], &seen, 0);
+        KVP_CRASH_POINT("recover.unpinned");
+    }
+    nc_write_back(pins, (uint64_t)arena->layout.pin_slots * 8);
+}
+
+uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
+{
+    uint64_t freed = 0;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        freed += recover_class(arena, c, dead);
+    kvp_recover_segments(arena, dead);
+    recover_pins(arena, dead);
+    return freed;
+}
+
+/* ---- check ---- */
+
+void kvp_check_fail(struct kvp_check *check, uint32_t block, const char *format, ...)
+{
+    va_list arguments;
+
+    if (check->problems++)
+        return;
+    check->block = block;
+    va_start(arguments, format);
+    vsnprintf(check->first, sizeof check->first, format, arguments);
+    va_end(arguments);
+}
+
+static int owner_lives(const struct kvp_arena *arena, uint32_t who)
+{
+    return who < arena->layout.workers && co_load32(&arena->slots[who].lock) != 0 &&
+           !kvp_worker_dead(&arena->slots[who]);
+}
+
+static int should_be_absent(const struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t stride = arena->class[c].stride, last = (number * stride + stride - 1) / arena->layout.segment_bytes;
+
+    for (uint64_t s = number * stride / arena->layout.segment_bytes; s <= last; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        if (kvp_segment_state(word) == KVP_SEGMENT_FREE || kvp_segment_class(word) != c)
+            return 1;
+        if (kvp_segment_state(word) != KVP_SEGMENT_HELD)
+            return -1; /* on its way: either is right */
+    }
+    return 0;
+}
+
+/* NULL, or which invariant the word breaks. */
+static const char *word_problem(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t word)
+{
+    enum kvp_state state = kvp_word_state(word);
+    int absent = should_be_absent(arena, c, number);
+
+    if (state >= KVP_STATES)
+        return "the state is none of the six";
+    if ((state == KVP_ABSENT || state == KVP_FREE || state == KVP_LIVE) && kvp_word_who(word) != 0)
+        return "a block that nobody owns names an owner";
+    if (state >= KVP_CACHED && state != KVP_LIVE && kvp_word_who(word) >= arena->layout.workers)
+        return "the owner is no slot of this pool";
+    if (absent == 1 && state != KVP_ABSENT)
+        return "a block lies in a segment that its class does not hold";
+    if (absent == 0 && state == KVP_ABSENT)
+        return "a block of a held segment is absent";
+    if (state == KVP_FREE && hint_missing(&arena->class[c], number))
+        return "a free block has no hint";
+    return NULL;
+}
+
+static void check_word(const struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_check *check)
+{
+    uint64_t word = nc_load(&arena->class[c].words[number]);
+    const char *problem = word_problem(arena, c, number, word);
+
+    for (int again = 0; problem && again < 1000; again++) { /* a live worker may be between two steps */
+        sched_yield();
+        word = nc_load(&arena->class[c].words[number]);
+        problem = word_problem(arena, c, number, word);
+    }
+    enum kvp_state state = kvp_word_state(word);
+    if (problem)
+        kvp_check_fail(check, kvp_block(c, number), "class %u, block %u: %s (word %#llx)", c, number, problem,
+                       (unsigned long long)word);
+    if (state >= KVP_STATES)
+        return;
+    check->states[state]++;
+    if ((state == KVP_CACHED || state == KVP_OWN || state == KVP_EVICTING) && !owner_lives(arena, kvp_word_who(word)) &&
+        nc_load(&arena->class[c].words[number]) == word) {
+        check->leaked++;
+        kvp_check_fail(check, kvp_block(c, number), "class %u, block %u: owned by worker %u, which is gone", c, number,
+                       kvp_word_who(word));
+    }
+}
+
+static void check_pin(const struct kvp_arena *arena, uint32_t worker, const nc_u64 *pin, struct kvp_check *check)
+{
+    uint64_t seen = nc_load(pin);
+    uint32_t c = kvp_block_class((uint32_t)seen), number = kvp_block_number((uint32_t)seen);
+
+    if (seen == 0)
+        return;
+    check->pins++;
+    if (c >= arena->layout.classes || number >= arena->class[c].blocks)
+        kvp_check_fail(check, (uint32_t)seen, "worker %u pins block %#x, which does not exist", worker, (uint32_t)seen);
+    else if (!owner_lives(arena, worker) && nc_load(pin) == seen)
+        kvp_check_fail(check, (uint32_t)seen, "worker %u is gone and still pins block %#x", worker, (uint32_t)seen);
+}
+
+void kvp_arena_check(const struct kvp_arena *arena, struct kvp_check *check)
+{
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        if (kvp_segment_state(word) > KVP_SEGMENT_DRAINING || kvp_segment_class(word) >= arena->layout.classes)
+            kvp_check_fail(check, 0, "segment %u: word %#llx is no state and class", s, (unsigned long long)word);
+    }
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (uint32_t number = 0; number < arena->class[c].blocks; number++)
+            check_word(arena, c, number, check);
+    for (uint32_t w = 0; w < arena->layout.workers; w++)
+        for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
+            check_pin(arena, w, &arena->pins[(uint64_t)w * arena->layout.pin_slots + i], check);
+}

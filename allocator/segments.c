@@ -1,0 +1,134 @@
+/* segments.c -- moving whole segments between classes, as demand shifts. */
+#include "allocator/allocator.h"
+
+static uint64_t segment_word(enum kvp_segment_state state, uint32_t class, uint32_t who)
+{
+    return (uint64_t)state | (uint64_t)class << 8 | (uint64_t)who << 16;
+}
+
+void kvp_segment_blocks(const struct kvp_arena *arena, uint32_t c, uint32_t segment, uint32_t *first, uint32_t *end)
+{
+    uint64_t stride = arena->class[c].stride, blocks = arena->class[c].blocks;
+    uint64_t start = segment * arena->layout.segment_bytes, stop = start + arena->layout.segment_bytes;
+    uint64_t last = (stop + stride - 1) / stride;
+
+    *first = (uint32_t)(start / stride < blocks ? start / stride : blocks);
+    *end = (uint32_t)(last < blocks ? last : blocks);
+}
+
+int kvp_block_usable(const struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t stride = arena->class[c].stride, start = number * stride, end = start + stride - 1;
+
+    if (arena->layout.classes == 1)
+        return 1;
+    for (uint64_t s = start / arena->layout.segment_bytes; s <= end / arena->layout.segment_bytes; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        enum kvp_segment_state state = kvp_segment_state(word);
+        if (kvp_segment_class(word) != c || (state != KVP_SEGMENT_HELD && state != KVP_SEGMENT_ADOPTING))
+            return 0;
+    }
+    return 1;
+}
+
+/* ABSENT -> FREE for every block of the segment whose other segments are held too. */
+static void open_blocks(struct kvp_arena *arena, uint32_t c, uint32_t segment)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint32_t number, end;
+
+    for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++) {
+        uint64_t word = nc_load(&class->words[number]);
+        if (kvp_word_state(word) != KVP_ABSENT || !kvp_block_usable(arena, c, number))
+            continue;
+        if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_FREE)))
+            continue;
+        KVP_CRASH_POINT("segment.opened");
+        nc_write_back(&class->words[number], 8);
+        co_or(&class->hints[number / 64], 1ull << number % 64);
+        co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
+    }
+}
+
+int kvp_segment_adopt(struct kvp_arena *arena, uint32_t c)
+{
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t seen = co_load(&arena->segments[s]);
+        /* ADOPTING counts as held in kvp_block_usable: of two workers that adopt neighbours at least one sees the
+         * other's locked CAS, so the block on the border is opened. */
+        if (kvp_segment_state(seen) != KVP_SEGMENT_FREE ||
+            !co_cas(&arena->segments[s], &seen, segment_word(KVP_SEGMENT_ADOPTING, c, arena->self)))
+            continue;
+        KVP_CRASH_POINT("segment.adopting");
+        open_blocks(arena, c, s);
+        co_store(&arena->segments[s], segment_word(KVP_SEGMENT_HELD, c, 0));
+        return 1;
+    }
+    return 0;
+}
+
+/* FREE or evictable -> ABSENT; 0 if the block is owned or pinned. */
+static int close_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint64_t word = nc_load(&class->words[number]);
+
+    if (kvp_word_state(word) == KVP_LIVE) {
+        uint32_t victim = number;
+        if (kvp_evict(arena, c, &victim, 1) != 1)
+            return 0;
+        arena->forget(arena->context, kvp_block(c, number));
+        word = nc_load(&class->words[number]);
+        nc_store(&class->words[number], kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT));
+        nc_write_back(&class->words[number], 8);
+        return 1;
+    }
+    if (kvp_word_state(word) == KVP_ABSENT)
+        return 1;
+    return kvp_word_state(word) == KVP_FREE &&
+           nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_ABSENT));
+}
+
+int kvp_segment_drain(struct kvp_arena *arena, uint32_t c, uint32_t segment)
+{
+    uint64_t seen = segment_word(KVP_SEGMENT_HELD, c, 0);
+    uint32_t number, end;
+    int empty = 1;
+
+    kvp_spill(arena);
+    if (!co_cas(&arena->segments[segment], &seen, segment_word(KVP_SEGMENT_DRAINING, c, arena->self)))
+        return 0;
+    KVP_CRASH_POINT("segment.draining");
+    kvp_segment_blocks(arena, c, segment, &number, &end);
+    for (; number < end && empty; number++) {
+        empty = close_block(arena, c, number);
+        KVP_CRASH_POINT("segment.closed");
+    }
+    if (empty) {
+        co_store(&arena->segments[segment], segment_word(KVP_SEGMENT_FREE, 0, 0));
+        return 1;
+    }
+    co_store(&arena->segments[segment], segment_word(KVP_SEGMENT_HELD, c, 0));
+    open_blocks(arena, c, segment);
+    return 0;
+}
+
+/* What a dead worker left half done is finished (adopting) or undone (draining): both end in HELD. */
+void kvp_recover_segments(struct kvp_arena *arena, uint32_t dead)
+{
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        enum kvp_segment_state state = kvp_segment_state(word);
+        uint32_t c = kvp_segment_class(word);
+        if ((state != KVP_SEGMENT_ADOPTING && state != KVP_SEGMENT_DRAINING) || kvp_segment_who(word) != dead ||
+            c >= arena->layout.classes)
+            continue;
+        co_cas(&arena->segments[s], &word, segment_word(KVP_SEGMENT_HELD, c, 0));
+        open_blocks(arena, c, s);
+    }
+    for (uint32_t s = 0; s < arena->layout.segments && arena->layout.classes > 1; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        if (kvp_segment_state(word) == KVP_SEGMENT_HELD && kvp_segment_class(word) < arena->layout.classes)
+            open_blocks(arena, kvp_segment_class(word), s); /* died after HELD and before the last block opened */
+    }
+}

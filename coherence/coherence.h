@@ -1,0 +1,287 @@
+/* coherence.h -- the bottom layer: shared memory as a set of words, lines and participants.
+ *
+ * Caveats, first.
+ *  - Nothing above this folder touches shared memory except through the words, copies and logs declared
+ *    here (tests/test_tidy.py greps for anything else).
+ *  - A process that forks must open the pool again in the child: the child owns no worker slot. Every
+ *    entry point above answers KVP_E_FORKED there.
+ *  - A mapping is fixed in place from open to unmap. Nothing that a reader can hold is moved or unmapped.
+ *  - A pool lives on one machine unless its mode says otherwise. Only mode `coherent` exists so far: the
+ *    write-back and invalidate macros compile to nothing and the atomics carry the order.
+ *
+ * Glossary.
+ *  host         a set of processes whose caches the hardware keeps coherent (here: the machine)
+ *  worker       one opened pool handle: at most one writer thread at a time, one slot in the pool
+ *  line         64 bytes, the unit that a cache writes back or drops
+ *  owner        the one host that may write a line; only its workers may CAS words on it
+ *  publish      make stores visible: write back, then fence
+ *  refresh      make sure that later loads see what others published: invalidate, then fence
+ *  incarnation  counts the uses of a slot; a record of an old incarnation means nothing
+ *
+ * Contract of every function here: pointers are non-NULL unless said; sizes and offsets are in bytes;
+ * 0 or a count is success, a negative kvp_status is failure and kvp_error_detail() then says, for the
+ * calling thread, what was wrong and what to do. No function blocks on another process.
+ */
+#ifndef KVP_COHERENCE_H
+#define KVP_COHERENCE_H
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* cdef: begin */
+enum kvp_status {
+    KVP_OK = 0,
+    /* the world outside */
+    KVP_E_INVALID = -1,    /* an argument, a size or a URI is not usable */
+    KVP_E_NOSPACE = -2,    /* the memory cannot be backed now */
+    KVP_E_EXISTS = -3,     /* the name is taken */
+    KVP_E_NOTFOUND = -4,   /* no pool of this name */
+    KVP_E_PERMISSION = -5, /* the operating system refused */
+    KVP_E_SYSTEM = -6,     /* a system call failed for another reason */
+    /* the image */
+    KVP_E_NOTREADY = -10,  /* created but not formatted to the end */
+    KVP_E_FOREIGN = -11,   /* not a kvpool image */
+    KVP_E_OLDER = -12,     /* written by an older format */
+    KVP_E_NEWER = -13,     /* written by a newer format, or needs a feature unknown here */
+    KVP_E_LAYOUT = -14,    /* built with other sizes or for another machine */
+    KVP_E_CORRUPT = -15,   /* a checksum or an invariant is broken */
+    KVP_E_TRUNCATED = -16, /* the memory is shorter than the image says */
+    KVP_E_REPLACED = -17,  /* the pool was removed or made anew under this name */
+    KVP_E_BUSY = -18,      /* live workers use it */
+    /* the handle */
+    KVP_E_CLOSED = -20,    /* the handle is closed */
+    KVP_E_FORKED = -21,    /* the handle belongs to the parent process */
+    KVP_E_NOSLOT = -22,    /* every worker slot is taken by a live process */
+    /* blocks */
+    KVP_E_FULL = -30,      /* no block is free and nothing may be evicted */
+    KVP_E_RANGE = -31,     /* no such class or block number */
+    KVP_E_STALE = -32,     /* the block was freed or reused since the reference was made */
+    KVP_E_NOTOWNED = -33,  /* this worker did not reserve the block: double free or publish, or foreign */
+    KVP_E_PINS = -34,      /* every pin slot of this worker is in use */
+};
+
+/* One static sentence for a status; never NULL, also for an unknown one. */
+const char *kvp_strerror(int status);
+/* What the last failing call of this thread adds: numbers, names, what to do. "" if nothing. */
+const char *kvp_error_detail(void);
+/* cdef: end */
+
+#define KVP_LINE 64u
+#define KVP_PAGE 4096u
+#define KVP_HUGE_PAGE (2u << 20)
+
+/* Record the detail of a failure and return its status; printf-like. */
+int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* ---- words -------------------------------------------------------------------------------------------
+ * co_* words are coherent among the workers of one host and may be read-modify-written by any of them.
+ * nc_* words may be read by other hosts as well: one writer host, explicit write-back and invalidate.
+ * Two wrapper types, so that mixing them does not compile.
+ */
+typedef struct { uint32_t co32; } co_u32;
+typedef struct { uint64_t co64; } co_u64;
+typedef struct { uint64_t nc64; } nc_u64;
+_Static_assert(__atomic_always_lock_free(8, 0), "a lock table would be private to each process");
+
+#define co_load32(p) __atomic_load_n(&(p)->co32, __ATOMIC_ACQUIRE)
+#define co_store32(p, v) __atomic_store_n(&(p)->co32, (v), __ATOMIC_RELEASE)
+#define co_exchange32(p, v) __atomic_exchange_n(&(p)->co32, (v), __ATOMIC_ACQ_REL)
+#define co_cas32(p, seen, v) \
+    __atomic_compare_exchange_n(&(p)->co32, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+#define co_load(p) __atomic_load_n(&(p)->co64, __ATOMIC_ACQUIRE)
+#define co_load_relaxed(p) __atomic_load_n(&(p)->co64, __ATOMIC_RELAXED)
+#define co_store(p, v) __atomic_store_n(&(p)->co64, (v), __ATOMIC_RELEASE)
+#define co_store_relaxed(p, v) __atomic_store_n(&(p)->co64, (v), __ATOMIC_RELAXED)
+#define co_exchange(p, v) __atomic_exchange_n(&(p)->co64, (v), __ATOMIC_ACQ_REL)
+#define co_add(p, v) __atomic_fetch_add(&(p)->co64, (v), __ATOMIC_RELAXED)
+#define co_or(p, v) __atomic_fetch_or(&(p)->co64, (v), __ATOMIC_RELEASE)
+#define co_and(p, v) __atomic_fetch_and(&(p)->co64, (v), __ATOMIC_ACQ_REL)
+#define co_cas(p, seen, v) \
+    __atomic_compare_exchange_n(&(p)->co64, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+#define nc_load(p) __atomic_load_n(&(p)->nc64, __ATOMIC_ACQUIRE)
+#define nc_load_relaxed(p) __atomic_load_n(&(p)->nc64, __ATOMIC_RELAXED)
+#define nc_store(p, v) __atomic_store_n(&(p)->nc64, (v), __ATOMIC_RELEASE)
+#define nc_store_relaxed(p, v) __atomic_store_n(&(p)->nc64, (v), __ATOMIC_RELAXED)
+#define nc_cas(p, seen, v) \
+    __atomic_compare_exchange_n(&(p)->nc64, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+
+/* The discipline of lines. In mode `coherent` a line needs no write-back and no invalidate; what stays is
+ * the order between the accesses.
+ *   nc_write_back(p, n)   start writing the lines of [p, p+n) back to the device
+ *   nc_write_fence()      earlier write-backs and stores are visible before later stores
+ *   nc_invalidate(p, n)   drop the lines of [p, p+n), so that the next load reads the device
+ *   nc_read_fence()       later loads are not satisfied by what was read before this point
+ *   nc_full_fence()       both, and no later load overtakes an earlier store: the Dekker of pin and evict
+ */
+#define nc_write_back(p, n) ((void)(p), (void)(n))
+#define nc_invalidate(p, n) ((void)(p), (void)(n))
+#if defined(__SANITIZE_THREAD__)
+#define KVP_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define KVP_TSAN 1
+#endif
+#endif
+#ifdef KVP_TSAN
+/* The sanitizer does not see stand-alone fences; the words' own acquire and release carry the order it
+ * checks. A read-modify-write of a dummy keeps the machine order of the full fence. */
+#define nc_write_fence() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+#define nc_read_fence() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+#define nc_full_fence() kvp_fence_rmw()
+#else
+#define nc_write_fence() __atomic_thread_fence(__ATOMIC_RELEASE)
+#define nc_read_fence() __atomic_thread_fence(__ATOMIC_ACQUIRE)
+#define nc_full_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+#endif
+void kvp_fence_rmw(void);
+
+#if defined(__x86_64__)
+#define kvp_pause() __builtin_ia32_pause()
+#else
+#define kvp_pause() __asm__ volatile("yield")
+#endif
+#define kvp_prefetch(p) __builtin_prefetch((p), 0, 3)
+
+/* Copy `bytes` into / out of the pool. Into the pool: non-temporal from 4 KiB on (a recycled block is cold,
+ * and a cached copy would only push other things out), complete before return. Ranges must not overlap. */
+void kvp_copy_in(void *pool, const void *from, uint64_t bytes);
+void kvp_copy_out(void *to, const void *pool, uint64_t bytes);
+
+/* ---- crash points: named places where a test kills the process (tests/test_crash.py) ------------------
+ * In ordinary builds they are nothing. With -DKVP_CRASH_POINTS, kvp_crash_arm(name, n) makes the n-th pass
+ * through `name` a SIGKILL; name "" counts every point. */
+#ifdef KVP_CRASH_POINTS
+void kvp_crash_point(const char *name);
+void kvp_crash_arm(const char *name, uint64_t nth);
+uint64_t kvp_crash_passed(void);
+#define KVP_CRASH_POINT(name) kvp_crash_point(name)
+#else
+#define KVP_CRASH_POINT(name) ((void)0)
+#endif
+
+/* ---- mapping -----------------------------------------------------------------------------------------
+ * URI            memory                                               how another process opens it
+ * shm:NAME       /dev/shm/kvpool.UID.NAME                             shm:NAME (?uid=N for another user's)
+ * file:PATH      a file (a DAX file system included)                  file:PATH
+ * memfd:         anonymous; lives as long as somebody has it open     memfd:FD (inherited), memfd:PID/FD
+ * hugetlb:SIZE   anonymous, huge pages of SIZE (2MiB, 1GiB)           as memfd:
+ * dax:/dev/daxX.Y  the device                                         dax:/dev/daxX.Y
+ * Options: ?mode=0660 permissions (default 0600), ?node=N bind to a NUMA node, ?interleave=0,1 spread.
+ *
+ * Creating backs every byte (fallocate, then populate): memory that is not there is KVP_E_NOSPACE with the
+ * missing byte count, never a SIGBUS later. shm: and file: get their name only in kvp_mapping_commit, so
+ * that nobody opens a half-made pool and a creator that dies leaves nothing behind.
+ */
+enum kvp_mapping_kind { KVP_MAP_SHM, KVP_MAP_FILE, KVP_MAP_MEMFD, KVP_MAP_HUGETLB, KVP_MAP_DAX };
+
+struct kvp_mapping {
+    uint8_t *base;       /* 2 MiB-aligned, so that huge pages can be mapped; NULL: not mapped */
+    uint64_t bytes;      /* mapped length */
+    uint64_t page_bytes; /* unit of the backing: 4 KiB, or the huge page or device alignment */
+    int fd;              /* close-on-exec; -1 once closed */
+    int kind;            /* enum kvp_mapping_kind */
+    int named;           /* the name is in the file system */
+    char uri[512];       /* what another process opens */
+    char path[400];      /* of shm:, file: and dax:; "" else */
+};
+
+/* Make `bytes` (rounded up to page_bytes) of memory. Errors: INVALID (URI, size), EXISTS, NOSPACE,
+ * PERMISSION, SYSTEM. On failure nothing is left. */
+int kvp_mapping_create(const char *uri, uint64_t bytes, struct kvp_mapping *out);
+/* Back [offset, offset+bytes) with memory now. Any number of threads may work on disjoint ranges. */
+int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes);
+/* Give shm: and file: their name. EXISTS if somebody else was first. */
+int kvp_mapping_commit(struct kvp_mapping *mapping);
+/* Map what exists. Errors: INVALID, NOTFOUND, PERMISSION, SYSTEM. */
+int kvp_mapping_open(const char *uri, struct kvp_mapping *out);
+/* Ask for 2 MiB pages behind the whole mapping; best effort, returns 1 if the kernel took all of it. */
+int kvp_mapping_collapse(const struct kvp_mapping *mapping);
+/* Unmap and close. The memory itself stays. */
+void kvp_mapping_close(struct kvp_mapping *mapping);
+/* Remove the name of shm: or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */
+int kvp_mapping_unlink(const char *uri);
+
+/* ---- membership --------------------------------------------------------------------------------------
+ * One slot per worker. `lock` is a robust futex word that the worker's keeper thread holds from join to
+ * leave: the kernel sets FUTEX_OWNER_DIED in it within microseconds of the death, whatever is mapped. That
+ * breaks locks. Blocks are reused only after a pidfd confirms that no thread of the process runs any more.
+ *
+ * Recovery takes the dead worker's lock over by CAS, so there is one recoverer at a time, and one that dies
+ * in turn is reported in the same word.
+ *
+ * Invariants: lock == 0  <=>  the slot is free, and then no word, pin or segment names it;
+ *             incarnation grows with each claim;
+ *             a slot whose lock says OWNER_DIED is not used again before its recovery has ended.
+ */
+#define KVP_WORKERS_MAX 64u
+#define KVP_COUNTERS 32u
+#define KVP_NO_WORKER 0xffffffffu
+
+struct kvp_slot {
+    co_u32 lock;         /* 0, or the keeper's thread id | FUTEX_WAITERS | FUTEX_OWNER_DIED */
+    co_u32 reserved0;    /* zero */
+    co_u64 incarnation;  /* low 32 bits name this use of the slot in pins */
+    co_u64 pid;          /* in the worker's PID namespace */
+    co_u64 start_time;   /* clock ticks since boot, field 22 of /proc/PID/stat: makes the PID unique */
+    co_u64 boot;         /* hash of the kernel's boot id: after a reboot every slot is dead */
+    co_u64 pid_space;    /* inode of the PID namespace */
+    co_u64 reserved1;    /* zero */
+    co_u64 joined;       /* CLOCK_REALTIME at join, nanoseconds */
+    nc_u64 pin_high;     /* pin slots [0, pin_high) may be in use */
+    nc_u64 reserved2[7];
+    co_u64 counter[KVP_COUNTERS]; /* statistics, written by this worker alone, never reset */
+};
+_Static_assert(offsetof(struct kvp_slot, pin_high) == 64, "pins are on a line of their own");
+_Static_assert(offsetof(struct kvp_slot, counter) == 128, "counters start a line");
+_Static_assert(sizeof(struct kvp_slot) == 128 + 8 * KVP_COUNTERS, "slot layout");
+
+/* A keeper: the small thread that each handle carries. It holds the lock, sleeps on the locks of the
+ * peers, and calls back when one dies. Callbacks run on the keeper's thread. */
+struct kvp_keeper {
+    struct kvp_slot *slots;
+    uint32_t workers;                                   /* slots in the pool */
+    uint32_t self;                                      /* my slot; KVP_NO_WORKER before join */
+    void *context;
+    void (*on_death)(void *context, uint32_t worker);   /* recover it: its lock is held, nobody else does */
+    void (*on_tick)(void *context);                     /* at least every KVP_TICK_MS */
+    pthread_t thread;
+    co_u32 state;                                       /* private futex: starting, running, leaving, left */
+    int status;                                         /* of the join */
+    void *robust;                                       /* private to keeper.c */
+};
+#define KVP_TICK_MS 100
+
+/* Claim a free slot, or the slot of a dead worker after recovering it, and start the keeper. NOSLOT when every
+ * slot is held by a live process; SYSTEM. */
+int kvp_keeper_start(struct kvp_keeper *keeper);
+/* Leave: the slot is free afterwards. The caller has given back all that it owned. */
+void kvp_keeper_stop(struct kvp_keeper *keeper);
+/* Is the worker's death known? One load; no system call. */
+int kvp_worker_dead(const struct kvp_slot *slot);
+/* Is a worker that is known dead gone to its last thread? Waits up to timeout_ms for it. */
+int kvp_worker_gone(const struct kvp_slot *slot, int timeout_ms);
+/* Hash of the kernel's boot id, never 0. */
+uint64_t kvp_boot_id(void);
+/* Changes in a child after fork(); compare with the value at open. */
+uint64_t kvp_fork_count(void);
+
+/* ---- log ---------------------------------------------------------------------------------------------
+ * One ring of 32-byte records per worker, written by that worker alone; a record never crosses a line.
+ * Readers keep their own position and are told when they were lapped. A torn record is never returned:
+ * the header is read before and after the words.
+ */
+struct kvp_record {
+    nc_u64 header; /* sequence << 1 | committed; the first record is sequence 1 */
+    nc_u64 word[3];
+};
+_Static_assert(sizeof(struct kvp_record) == 32, "two records a line");
+
+/* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two). */
+void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, const uint64_t word[3]);
+/* Read record `sequence`: 1 read, 0 not written yet, -1 lapped (*newest gets the sequence that is there). */
+int kvp_log_read(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t word[3],
+                 uint64_t *newest);
+/* The sequence of the newest committed record, 0 for none: where a successor on this slot goes on. */
+uint64_t kvp_log_newest(const struct kvp_record *ring, uint64_t records);
+
+#endif

@@ -1,0 +1,366 @@
+/* mapping.c -- pool memory by URI: make it, back it, find it again, map it at 2 MiB. */
+#define _GNU_SOURCE
+#include "coherence/coherence.h"
+#include "coherence/uri.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+enum { MPOL_BIND_POLICY = 2, MPOL_INTERLEAVE_POLICY = 3, HUGE_SHIFT = 26, NODES_MAX = 64 };
+
+static int fail_errno(const char *what, const char *where)
+{
+    int error = errno;
+    int status = error == ENOENT || error == ENODEV || error == ENXIO ? KVP_E_NOTFOUND
+               : error == EACCES || error == EPERM                    ? KVP_E_PERMISSION
+               : error == ENOSPC || error == ENOMEM                   ? KVP_E_NOSPACE
+               : error == EEXIST                                      ? KVP_E_EXISTS
+                                                                      : KVP_E_SYSTEM;
+    return kvp_fail(status, "%s %s: %s", what, where, strerror(error));
+}
+
+/* ---- free memory: what can be promised ---- */
+
+static uint64_t meminfo_available(void)
+{
+    char line[128];
+    unsigned long long kib = 0;
+    FILE *file = fopen("/proc/meminfo", "re");
+
+    if (!file)
+        return UINT64_MAX;
+    while (fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %llu", &kib) == 1)
+            break;
+    fclose(file);
+    return kib ? kib << 10 : UINT64_MAX;
+}
+
+static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
+{
+    struct statvfs room;
+    uint64_t memory = uri->kind == KVP_MAP_FILE ? UINT64_MAX : meminfo_available();
+
+    if (bytes > memory)
+        return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: the machine has %llu bytes of "
+                        "memory available; ask for less", (unsigned long long)bytes,
+                        (unsigned long long)(bytes - memory), (unsigned long long)memory);
+    if (uri->kind != KVP_MAP_SHM && uri->kind != KVP_MAP_FILE)
+        return KVP_OK;
+    if (fstatvfs(fd, &room))
+        return fail_errno("cannot see the free space of", uri->path);
+    uint64_t free_bytes = (uint64_t)room.f_bavail * room.f_frsize;
+    if (bytes <= free_bytes)
+        return KVP_OK;
+    return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: the file system of %s has %llu bytes "
+                    "free; ask for less, or use memfd: (not limited by /dev/shm) or file:PATH on a larger disk",
+                    (unsigned long long)bytes, (unsigned long long)(bytes - free_bytes), uri->path,
+                    (unsigned long long)free_bytes);
+}
+
+/* ---- the backing objects ---- */
+
+/* A nameless file in the folder of `path`, so that a creator that dies leaves nothing. */
+static int open_nameless(const struct kvp_uri *uri)
+{
+    char folder[sizeof uri->path];
+    const char *slash = strrchr(uri->path, '/');
+
+    snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - uri->path) + 1 : 1, slash ? uri->path : ".");
+    int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL))
+        return fd;
+    snprintf(folder, sizeof folder, "%.380s.new", uri->path); /* a file system without O_TMPFILE */
+    unlink(folder);
+    return open(folder, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+}
+
+static int open_memfd(const struct kvp_uri *uri)
+{
+    unsigned flags = MFD_CLOEXEC;
+
+    if (uri->kind == KVP_MAP_HUGETLB)
+        flags |= MFD_HUGETLB | (unsigned)__builtin_ctzll(uri->huge_bytes) << HUGE_SHIFT;
+    return memfd_create("kvpool", flags);
+}
+
+static int taken(const struct kvp_uri *uri)
+{
+    if (access(uri->path, F_OK) != 0)
+        return KVP_OK;
+    return kvp_fail(KVP_E_EXISTS, "%s exists: open it, remove it (kvpool rm %s), or create with replace", uri->path,
+                    uri->text);
+}
+
+/* device-dax: size and alignment come from sysfs; the node has st_size 0 and cannot be truncated. */
+static uint64_t sysfs_number(dev_t device, const char *leaf)
+{
+    char path[128];
+    unsigned long long value = 0;
+
+    snprintf(path, sizeof path, "/sys/dev/char/%u:%u/%s", major(device), minor(device), leaf);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    if (fscanf(file, "%llu", &value) != 1)
+        value = 0;
+    fclose(file);
+    return value;
+}
+
+static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mapping *out)
+{
+    struct stat info;
+
+    out->fd = open(uri->path, O_RDWR | O_CLOEXEC);
+    if (out->fd < 0)
+        return fail_errno("cannot open the device", uri->path);
+    if (fstat(out->fd, &info) || !S_ISCHR(info.st_mode) || !sysfs_number(info.st_rdev, "size"))
+        return kvp_fail(KVP_E_INVALID, "%s is not a device-dax node with a size in sysfs; "
+                        "`daxctl list` names them, file:PATH is for files", uri->path);
+    uint64_t size = sysfs_number(info.st_rdev, "size");
+    uint64_t align = sysfs_number(info.st_rdev, "align");
+    out->page_bytes = align ? align : KVP_HUGE_PAGE;
+    if (*bytes > size)
+        return kvp_fail(KVP_E_NOSPACE, "%s has %llu bytes, %llu bytes missing", uri->path,
+                        (unsigned long long)size, (unsigned long long)(*bytes - size));
+    if (*bytes == 0)
+        *bytes = size / out->page_bytes * out->page_bytes;
+    return KVP_OK;
+}
+
+/* ---- mapping ---- */
+
+static int bind_nodes(const struct kvp_uri *uri, uint8_t *base, uint64_t bytes)
+{
+    unsigned long nodes = uri->nodes;
+
+    if (!nodes)
+        return KVP_OK;
+    int policy = uri->interleave ? MPOL_INTERLEAVE_POLICY : MPOL_BIND_POLICY;
+    if (syscall(SYS_mbind, base, bytes, policy, &nodes, NODES_MAX + 1, 0) == 0)
+        return KVP_OK;
+    return kvp_fail(KVP_E_INVALID, "cannot bind to the NUMA nodes of %s: %s (see /sys/devices/system/node)",
+                    uri->text, strerror(errno));
+}
+
+/* Reserve address space and map over its first 2 MiB boundary: an unaligned mapping silently gets 4 KiB pages. */
+static int map_aligned(struct kvp_mapping *out)
+{
+    uint64_t align = out->page_bytes > KVP_HUGE_PAGE ? out->page_bytes : KVP_HUGE_PAGE;
+    uint64_t room = out->bytes + align;
+    uint8_t *hole = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    if (hole == MAP_FAILED)
+        return fail_errno("no address space for", out->uri);
+    uint8_t *base = (uint8_t *)(((uintptr_t)hole + align - 1) & ~(uintptr_t)(align - 1));
+    if (mmap(base, out->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, out->fd, 0) == MAP_FAILED) {
+        int status = fail_errno("cannot map", out->uri);
+        munmap(hole, room);
+        return status;
+    }
+    if (base > hole)
+        munmap(hole, (size_t)(base - hole));
+    uint64_t mapped = (out->bytes + KVP_PAGE - 1) & ~(uint64_t)(KVP_PAGE - 1);
+    if (base + mapped < hole + room)
+        munmap(base + mapped, (size_t)(hole + room - base - mapped));
+    out->base = base;
+    return KVP_OK;
+}
+
+static int make_object(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mapping *out)
+{
+    int status = KVP_OK;
+
+    switch (uri->kind) {
+    case KVP_MAP_SHM:
+    case KVP_MAP_FILE:
+        if ((status = taken(uri)))
+            return status;
+        out->fd = open_nameless(uri);
+        break;
+    case KVP_MAP_DAX:
+        return open_dax(uri, bytes, out);
+    default:
+        out->page_bytes = uri->kind == KVP_MAP_HUGETLB ? uri->huge_bytes : KVP_PAGE;
+        out->fd = open_memfd(uri);
+    }
+    return out->fd < 0 ? fail_errno("cannot create", uri->text) : KVP_OK;
+}
+
+static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
+{
+    int status = check_room(uri, out->fd, out->bytes);
+
+    if (status || uri->kind == KVP_MAP_DAX)
+        return status;
+    if (fchmod(out->fd, uri->mode) || ftruncate(out->fd, (off_t)out->bytes))
+        return fail_errno("cannot size", uri->text);
+    int error = uri->kind == KVP_MAP_HUGETLB ? 0 : posix_fallocate(out->fd, 0, (off_t)out->bytes);
+    if (error == 0 || error == EOPNOTSUPP || error == EINVAL)
+        return KVP_OK;
+    errno = error;
+    return fail_errno("cannot back", uri->text);
+}
+
+static void describe(const struct kvp_uri *uri, struct kvp_mapping *out)
+{
+    out->kind = uri->kind;
+    if (uri->kind == KVP_MAP_MEMFD || uri->kind == KVP_MAP_HUGETLB)
+        snprintf(out->uri, sizeof out->uri, "memfd:%d/%d", (int)getpid(), out->fd);
+    else
+        snprintf(out->uri, sizeof out->uri, "%s", uri->text);
+    snprintf(out->path, sizeof out->path, "%.*s", (int)sizeof out->path - 1, uri->path);
+}
+
+int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out)
+{
+    struct kvp_uri uri;
+    int status = kvp_uri_parse(text, &uri);
+
+    *out = (struct kvp_mapping){.fd = -1, .page_bytes = KVP_PAGE};
+    if (status)
+        return status;
+    if (uri.is_open_only)
+        return kvp_fail(KVP_E_INVALID, "%s names memory that exists: create with plain memfd:", text);
+    if ((bytes == 0 && uri.kind != KVP_MAP_DAX) || bytes > INT64_MAX - KVP_HUGE_PAGE)
+        return kvp_fail(KVP_E_INVALID, "cannot create a pool of %llu bytes", (unsigned long long)bytes);
+    if ((status = make_object(&uri, &bytes, out)) == KVP_OK) {
+        out->bytes = (bytes + out->page_bytes - 1) / out->page_bytes * out->page_bytes;
+        describe(&uri, out);
+        KVP_CRASH_POINT("mapping.unnamed");
+        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK)
+            status = bind_nodes(&uri, out->base, out->bytes);
+    }
+    if (status)
+        kvp_mapping_close(out);
+    return status;
+}
+
+int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes)
+{
+    uint64_t start = offset & ~(uint64_t)(KVP_PAGE - 1), end = offset + bytes;
+
+    if (end > mapping->bytes)
+        end = mapping->bytes;
+    while (start < end) {
+        if (madvise(mapping->base + start, end - start, MADV_POPULATE_WRITE) == 0)
+            return KVP_OK;
+        if (errno == EINVAL || errno == ENOSYS) { /* Linux before 5.14: touch; fallocate has made it safe */
+            for (; start < end; start += KVP_PAGE)
+                co_or((co_u64 *)(void *)(mapping->base + start), 0);
+            return KVP_OK;
+        }
+        if (errno != EAGAIN && errno != EINTR)
+            return kvp_fail(KVP_E_NOSPACE, "cannot back bytes %llu to %llu of %s: %s",
+                            (unsigned long long)start, (unsigned long long)end, mapping->uri, strerror(errno));
+    }
+    return KVP_OK;
+}
+
+int kvp_mapping_commit(struct kvp_mapping *mapping)
+{
+    char self[64];
+
+    if (mapping->kind != KVP_MAP_SHM && mapping->kind != KVP_MAP_FILE)
+        return KVP_OK;
+    KVP_CRASH_POINT("mapping.before_name");
+    snprintf(self, sizeof self, "/proc/self/fd/%d", mapping->fd);
+    if (linkat(AT_FDCWD, self, AT_FDCWD, mapping->path, AT_SYMLINK_FOLLOW) && errno != EXDEV && errno != ENOENT)
+        return fail_errno("cannot name", mapping->path);
+    if (access(mapping->path, F_OK)) { /* no O_TMPFILE there: the file waits under its temporary name */
+        char temporary[sizeof mapping->path + 8];
+        snprintf(temporary, sizeof temporary, "%.380s.new", mapping->path);
+        if (link(temporary, mapping->path) || unlink(temporary))
+            return fail_errno("cannot name", mapping->path);
+    }
+    mapping->named = 1;
+    return KVP_OK;
+}
+
+static int open_object(const struct kvp_uri *uri, struct kvp_mapping *out)
+{
+    struct stat info;
+
+    if (uri->kind == KVP_MAP_DAX)
+        return open_dax(uri, &out->bytes, out);
+    out->fd = uri->open_fd >= 0 ? fcntl(uri->open_fd, F_DUPFD_CLOEXEC, 3) : open(uri->path, O_RDWR | O_CLOEXEC);
+    if (out->fd < 0 || fstat(out->fd, &info))
+        return fail_errno("cannot open", uri->open_fd >= 0 ? uri->text : uri->path);
+    if (!S_ISREG(info.st_mode))
+        return kvp_fail(KVP_E_FOREIGN, "%s is not a file", uri->text);
+    out->bytes = (uint64_t)info.st_size;
+    out->page_bytes = (uint64_t)info.st_blksize >= KVP_HUGE_PAGE ? (uint64_t)info.st_blksize : KVP_PAGE;
+    return KVP_OK;
+}
+
+int kvp_mapping_open(const char *text, struct kvp_mapping *out)
+{
+    struct kvp_uri uri;
+    int status = kvp_uri_parse(text, &uri);
+
+    *out = (struct kvp_mapping){.fd = -1, .page_bytes = KVP_PAGE};
+    if (status)
+        return status;
+    if ((uri.kind == KVP_MAP_MEMFD || uri.kind == KVP_MAP_HUGETLB) && !uri.is_open_only)
+        return kvp_fail(KVP_E_INVALID, "%s has no name: open memfd:FD (inherited) or memfd:PID/FD, as the creator's "
+                        "pool.uri says", text);
+    if ((status = open_object(&uri, out)) == KVP_OK) {
+        describe(&uri, out);
+        snprintf(out->uri, sizeof out->uri, "%s", uri.text);
+        if (out->bytes < KVP_PAGE)
+            status = kvp_fail(KVP_E_TRUNCATED, "%s has %llu bytes: too short for a pool", text,
+                              (unsigned long long)out->bytes);
+        else if ((status = map_aligned(out)) == KVP_OK)
+            status = bind_nodes(&uri, out->base, out->bytes);
+    }
+    out->named = 1;
+    if (status)
+        kvp_mapping_close(out);
+    return status;
+}
+
+int kvp_mapping_collapse(const struct kvp_mapping *mapping)
+{
+    if (mapping->page_bytes >= KVP_HUGE_PAGE)
+        return 1;
+    uint64_t whole = mapping->bytes & ~(uint64_t)(KVP_HUGE_PAGE - 1);
+    return whole && madvise(mapping->base, whole, MADV_COLLAPSE) == 0;
+}
+
+void kvp_mapping_close(struct kvp_mapping *mapping)
+{
+    if (mapping->base)
+        munmap(mapping->base, mapping->bytes);
+    if (mapping->fd >= 0)
+        close(mapping->fd);
+    mapping->base = NULL;
+    mapping->fd = -1;
+}
+
+int kvp_mapping_unlink(const char *text)
+{
+    struct kvp_uri uri;
+    int status = kvp_uri_parse(text, &uri);
+
+    if (status)
+        return status;
+    if (uri.kind != KVP_MAP_SHM && uri.kind != KVP_MAP_FILE)
+        return kvp_fail(KVP_E_INVALID, "%s has no name to remove: it goes with its last user", text);
+    return unlink(uri.path) ? fail_errno("cannot remove", uri.path) : KVP_OK;
+}

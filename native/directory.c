@@ -1,0 +1,296 @@
+/* directory.c -- from key to block: entries near each other for keys that follow each other.
+ *
+ * Two workers may enter the same key at once, in different entries. The rule that leaves exactly one: an entry is
+ * PENDING when it appears; its writer then looks at all places of the key. Whoever finds a COMMITTED rival, or a
+ * PENDING one at a lower address, withdraws; a PENDING rival at a higher address is aborted by CAS; then the own
+ * entry is committed by CAS, which fails if somebody lower has aborted it. Nobody waits. Each writer's entry is
+ * visible before it looks (full fence), so of two at least one sees the other.
+ */
+#include "native/handle.h"
+
+enum { AHEAD = 16 };
+
+static uint64_t home_index(uint32_t hint, uint64_t homes)
+{
+    return (uint64_t)hint * homes >> 32;
+}
+
+/* The i-th of the four homes of a key: two by group, two by its own digest. */
+static struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key *key, int i)
+{
+    uint32_t hint = i < 2 ? (uint32_t)key->low : (uint32_t)(key->high * 0x9e3779b97f4a7c15u >> 32);
+    uint64_t index = home_index(hint, pool->homes) + (uint64_t)(i & 1);
+
+    return pool->directory + (index < pool->homes ? index : index - pool->homes) * KVP_HOME_ENTRIES;
+}
+
+static enum kvp_entry_state entry_state(uint64_t value)
+{
+    return (enum kvp_entry_state)(value >> 62);
+}
+
+static int tag_is(const kvp_pool *pool, uint32_t block, const struct kvp_key *key)
+{
+    const struct kvp_class *class = &pool->arena.class[kvp_block_class(block)];
+    const struct kvp_tag *tag = &class->tags[kvp_block_number(block)];
+
+    return co_load(&tag->low) == key->low && co_load(&tag->high) == key->high;
+}
+
+static int block_exists(const kvp_pool *pool, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref);
+
+    return c < pool->arena.layout.classes && kvp_block_number((uint32_t)ref) < pool->arena.class[c].blocks;
+}
+
+/* Is this reference a readable publication of the whole key? The word is LIVE with the generation before the tag
+ * is read; if the block is reused after that, the generation no longer fits when it is pinned or read. */
+static int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
+{
+    return block_exists(pool, ref) && kvp_ref_live(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
+}
+
+/* ---- finding ---- */
+
+static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+{
+    for (int i = 0; i < KVP_HOMES; i++) {
+        const struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            if (co_load(&entry[j].tag) != key->high)
+                continue;
+            uint64_t ref = co_load(&entry[j].value) & KVP_REF_MASK;
+            if (kvp_block_class((uint32_t)ref) == c && stands(pool, ref, key))
+                return ref;
+        }
+    }
+    return 0;
+}
+
+/* A reference that the first home offers, unverified; 0 if it has none. */
+static uint64_t guess(const kvp_pool *pool, const struct kvp_key *key)
+{
+    const struct kvp_entry *entry = home(pool, key, 0);
+
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        if (co_load_relaxed(&entry[j].tag) == key->high)
+            return co_load_relaxed(&entry[j].value) & KVP_REF_MASK;
+    return 0;
+}
+
+static void prefetch_home(const kvp_pool *pool, const void *keys, uint32_t i, uint32_t n)
+{
+    if (i >= n)
+        return;
+    struct kvp_key key = kvp_key_at(keys, i);
+    const struct kvp_entry *entry = home(pool, &key, 0);
+    kvp_prefetch(entry);
+    kvp_prefetch(entry + 4);
+}
+
+static void prefetch_block(const kvp_pool *pool, uint64_t ref)
+{
+    if (!block_exists(pool, ref))
+        return;
+    const struct kvp_class *class = &pool->arena.class[kvp_block_class((uint32_t)ref)];
+    kvp_prefetch(&class->words[kvp_block_number((uint32_t)ref)]);
+    kvp_prefetch(&class->tags[kvp_block_number((uint32_t)ref)]);
+}
+
+/* Three stages, each AHEAD keys before the next, so that no load waits for the one before it: the home's lines,
+ * the guess in it and the block's word and tag, the verification. */
+uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
+{
+    uint32_t found = 0;
+
+    for (uint32_t i = 0; i < 2 * AHEAD; i++)
+        prefetch_home(pool, keys, i, n);
+    for (uint32_t i = 0; i < n + AHEAD; i++) {
+        if (i < n) {
+            struct kvp_key ahead = kvp_key_at(keys, i);
+            prefetch_home(pool, keys, i + 2 * AHEAD, n);
+            refs[i] = guess(pool, &ahead);
+            prefetch_block(pool, refs[i]);
+        }
+        if (i < AHEAD)
+            continue;
+        struct kvp_key key = kvp_key_at(keys, i - AHEAD);
+        uint64_t *ref = &refs[i - AHEAD];
+        if (*ref == 0 || kvp_block_class((uint32_t)*ref) != c || !stands(pool, *ref, &key))
+            *ref = find_slow(pool, c, &key);
+        if (*ref)
+            found++;
+        else if (prefix)
+            return found;
+    }
+    return found;
+}
+
+/* ---- entering ---- */
+
+/* Does a rival entry name the same key, by a block that is whole or being made so by a live worker? */
+static int is_rival(const kvp_pool *pool, uint64_t value, const struct kvp_key *key)
+{
+    uint64_t ref = value & KVP_REF_MASK;
+    const struct kvp_arena *arena = &pool->arena;
+
+    if (value == 0 || entry_state(value) == KVP_ENTRY_ABORTED || !block_exists(pool, ref) ||
+        !tag_is(pool, (uint32_t)ref, key))
+        return 0;
+    uint64_t word = nc_load(&arena->class[kvp_block_class((uint32_t)ref)].words[kvp_block_number((uint32_t)ref)]);
+    uint64_t generation = kvp_word_generation(word);
+    if (kvp_word_state(word) == KVP_OWN && kvp_word_who(word) < arena->layout.workers)
+        return kvp_ref((uint32_t)ref, generation + 1) == ref && !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
+    return (kvp_word_state(word) == KVP_LIVE || kvp_word_state(word) == KVP_EVICTING) &&
+           kvp_ref((uint32_t)ref, generation) == ref;
+}
+
+/* After our entry is visible: 1 if it may be committed. */
+static int contend(kvp_pool *pool, const struct kvp_entry *mine, const struct kvp_key *key)
+{
+    for (int i = 0; i < KVP_HOMES; i++) {
+        struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            if (&entry[j] == mine || co_load(&entry[j].tag) != key->high)
+                continue;
+            uint64_t value = co_load(&entry[j].value);
+            if (!is_rival(pool, value, key))
+                continue;
+            if (entry_state(value) == KVP_ENTRY_COMMITTED || &entry[j] < mine)
+                return 0;
+            uint64_t aborted = (value & KVP_REF_MASK) | (uint64_t)KVP_ENTRY_ABORTED << 62;
+            if (!co_cas(&entry[j].value, &value, aborted) && is_rival(pool, value, key))
+                return 0; /* it was committed in between */
+        }
+    }
+    return 1;
+}
+
+/* 1: an earlier entry of this key stands; 0: none, and *empty is the first free place (NULL: none). */
+static int scan(kvp_pool *pool, const struct kvp_key *key, struct kvp_entry **empty)
+{
+    *empty = NULL;
+    for (int i = 0; i < KVP_HOMES; i++) {
+        struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            uint64_t value = co_load(&entry[j].value);
+            if (value == 0 && !*empty)
+                *empty = &entry[j];
+            if (entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry[j].tag) == key->high &&
+                is_rival(pool, value, key))
+                return 1;
+        }
+    }
+    return 0;
+}
+
+int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
+{
+    struct kvp_entry *mine;
+    uint64_t empty, pending = ref | (uint64_t)KVP_ENTRY_PENDING << 62;
+
+    do {
+        if (scan(pool, key, &mine))
+            return 0;
+        if (!mine)
+            return -1;
+        empty = 0;
+    } while (!co_cas(&mine->value, &empty, pending));
+    KVP_CRASH_POINT("insert.claimed");
+    co_store(&mine->tag, key->high);
+    nc_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
+    int won = contend(pool, mine, key);
+    KVP_CRASH_POINT("insert.contended");
+    uint64_t seen = pending;
+    if (won && co_cas(&mine->value, &seen, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62))
+        return 1;
+    co_store(&mine->value, 0);
+    return 0;
+}
+
+void kvp_directory_forget(kvp_pool *pool, uint32_t block)
+{
+    struct kvp_tag *tag = &pool->arena.class[kvp_block_class(block)].tags[kvp_block_number(block)];
+    struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
+
+    if (key.low == 0 && key.high == 0)
+        return;
+    for (int i = 0; i < KVP_HOMES; i++) {
+        struct kvp_entry *entry = home(pool, &key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            /* Not by the entry's tag: a writer that died had perhaps not stored it yet. */
+            uint64_t value = co_load(&entry[j].value);
+            while (value != 0 && (uint32_t)value == block && !co_cas(&entry[j].value, &value, 0))
+                ;
+        }
+    }
+    KVP_CRASH_POINT("forget.unlinked");
+    co_store(&tag->low, 0); /* only now: a recovery of our recovery must still find the entries */
+    co_store(&tag->high, 0);
+}
+
+/* ---- checking ---- */
+
+static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
+{
+    for (int i = 0; i < KVP_HOMES; i++) {
+        const struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+            if ((co_load(&entry[j].value) & KVP_REF_MASK) == ref && co_load(&entry[j].tag) == key->high)
+                return 1;
+    }
+    return 0;
+}
+
+/* Every LIVE block with a tag is found under it. */
+static void check_block(kvp_pool *pool, uint32_t c, uint32_t number, struct kvp_check *check)
+{
+    struct kvp_class *class = &pool->arena.class[c];
+    uint64_t word = nc_load(&class->words[number]);
+
+    if (kvp_word_state(word) != KVP_LIVE)
+        return;
+    struct kvp_key key = {co_load(&class->tags[number].low), co_load(&class->tags[number].high)};
+    uint64_t ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
+    if (key.low == 0 && key.high == 0)
+        check->unlinked++;
+    else if (!is_named(pool, &key, ref) && nc_load(&class->words[number]) == word)
+        kvp_check_fail(check, kvp_block(c, number), "class %u, block %u: readable, but no entry names it", c, number);
+}
+
+/* Every entry names a publication, present or in the making, whose tag agrees, and no key has two. */
+static void check_entry(kvp_pool *pool, struct kvp_entry *entry, struct kvp_check *check)
+{
+    uint64_t value = co_load(&entry->value), ref = value & KVP_REF_MASK;
+    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+
+    if (value == 0)
+        return;
+    check->entries++;
+    if (!block_exists(pool, ref)) {
+        kvp_check_fail(check, (uint32_t)ref, "an entry names class %u, block %u, which does not exist", c, number);
+        return;
+    }
+    const struct kvp_tag *tag = &pool->arena.class[c].tags[number];
+    struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
+    if (!kvp_ref_live(&pool->arena, ref)) {
+        if (!is_rival(pool, value, &key) && entry_state(value) != KVP_ENTRY_ABORTED && co_load(&entry->value) == value)
+            kvp_check_fail(check, (uint32_t)ref, "an entry names class %u, block %u, which is not published", c, number);
+        return;
+    }
+    uint64_t found = find_slow(pool, c, &key);
+    if (co_load(&entry->tag) != key.high && co_load(&entry->value) == value)
+        kvp_check_fail(check, (uint32_t)ref, "class %u, block %u: its entry has another key", c, number);
+    else if (found != ref && kvp_ref_live(&pool->arena, ref) && co_load(&entry->value) == value)
+        kvp_check_fail(check, (uint32_t)ref, "class %u, block %u: its key finds another block", c, number);
+}
+
+void kvp_directory_check(kvp_pool *pool, struct kvp_check *check)
+{
+    for (uint32_t c = 0; c < pool->arena.layout.classes; c++)
+        for (uint32_t number = 0; number < pool->arena.class[c].blocks; number++)
+            check_block(pool, c, number, check);
+    for (uint64_t i = 0; i < pool->homes * KVP_HOME_ENTRIES; i++)
+        check_entry(pool, &pool->directory[i], check);
+}

@@ -1,0 +1,156 @@
+/* handle.h -- private to native/: the superblock, the directory's form, and what a handle holds. */
+#ifndef KVP_HANDLE_H
+#define KVP_HANDLE_H
+#include "native/kvpool.h"
+
+/* ---- superblock: the first page of an image ----------------------------------------------------------
+ * Written once: magic first, checksum, and `version` last, with a fence before it. A reader that sees the
+ * version sees all of it. Feature masks as in ext4: unknown bits in incompat forbid opening, in ro_compat
+ * writing (there is no read-only handle yet, so it forbids too), in compat nothing.
+ */
+#define KVP_MAGIC 0x4c4f4f50564bu /* "KVPOOL" */
+
+struct kvp_superblock {
+    uint64_t magic;
+    co_u64 version;            /* KVP_FORMAT once the image is whole; 0 before */
+    uint64_t fingerprint;      /* sizes of shared structs, byte order: see kvp_fingerprint */
+    uint64_t compat, ro_compat, incompat;
+    uint8_t uuid[16];
+    uint64_t created_ns;       /* CLOCK_REALTIME */
+    uint32_t policy;           /* index into the table of policies */
+    uint32_t mode;             /* 0: coherent */
+    struct kvp_layout layout;
+    uint64_t checksum;         /* FNV-1a over everything above, version taken as KVP_FORMAT */
+    /* what changes, on lines of its own */
+    uint8_t pad0[1024 - 88 - sizeof(struct kvp_layout)];
+    co_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
+    uint8_t pad1[56];
+    co_u64 clock;              /* logical time of accesses and publications, for the policies */
+    uint8_t pad2[56];
+};
+_Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
+_Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
+_Static_assert(offsetof(struct kvp_superblock, clock) == 1088, "the clock is contended");
+_Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
+
+/* ---- directory ---------------------------------------------------------------------------------------
+ * Homes of 8 entries. A key may stand in four homes: two chosen by its group (8 consecutive chain positions
+ * share them, so a chain is found with few line loads) and two by its own digest (for a group with more
+ * children than its homes hold). No tombstones: a search always ends after four homes.
+ *
+ * An entry is a hint: it counts only if its block's word is LIVE with the same generation and the block's
+ * tag is the whole key.
+ */
+struct kvp_entry {
+    co_u64 tag;    /* high half of the key */
+    co_u64 value;  /* 0, or state << 62 | reference */
+};
+enum { KVP_HOME_ENTRIES = 8, KVP_HOMES = 4 };
+enum kvp_entry_state { KVP_ENTRY_EMPTY, KVP_ENTRY_PENDING, KVP_ENTRY_COMMITTED, KVP_ENTRY_ABORTED };
+#define KVP_REF_MASK ((1ull << 62) - 1)
+
+struct kvp_key {
+    uint64_t low, high;
+};
+
+/* ---- policy: what a score is ---- */
+
+struct kvp_policy {
+    const char *name;
+    int tail_first;                                       /* order of stamps within one call: last key oldest */
+    uint64_t (*admit)(uint64_t stamp);                    /* score of a block published at `stamp` */
+    uint64_t (*touch)(uint64_t score, uint64_t stamp);    /* score after a use; never smaller */
+};
+extern const struct kvp_policy kvp_policies[];
+/* Index of a policy by name, or -1. */
+int kvp_policy_find(const char *name);
+
+/* A private heap of eviction candidates of one class, smallest score first. Scores in shared memory only grow, so
+ * an entry that turns out too old is put back with its present score: the order is exact for what the heap has. */
+struct kvp_candidate {
+    uint64_t score;
+    uint32_t number;
+};
+struct kvp_heap {
+    struct kvp_candidate *item;
+    uint32_t count, capacity;
+    uint32_t aside;            /* victims found pinned, kept at the far end of `item` until the search is over */
+    uint32_t pops;             /* since it was built */
+    uint64_t built;            /* clock when it was built */
+};
+/* Append `n` blocks in the order in which the policy gives them up; fewer if there are no more. */
+uint32_t kvp_victims(kvp_pool *pool, uint32_t class, uint32_t *numbers, uint32_t n);
+/* Note a publication of our own. */
+void kvp_candidate_add(kvp_pool *pool, uint32_t class, uint32_t number);
+/* Keep a victim that was pinned out of the search; put all of those back after it. */
+void kvp_candidate_aside(kvp_pool *pool, uint32_t class, uint32_t number);
+void kvp_candidates_back(kvp_pool *pool, uint32_t class);
+/* Read the candidates afresh if others have published since: 1 if so. */
+int kvp_candidates_renew(kvp_pool *pool, uint32_t class);
+/* Reserve `n` clock values; the first of them. */
+uint64_t kvp_stamps(kvp_pool *pool, uint32_t n);
+/* Give the n references their new scores, by position. */
+void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n);
+
+/* ---- the handle ---- */
+
+struct kvp_pool {
+    struct kvp_mapping mapping;
+    struct kvp_superblock *super;
+    struct kvp_arena arena;
+    struct kvp_keeper keeper;
+    struct kvp_entry *directory;
+    uint64_t homes;
+    const struct kvp_policy *policy;
+    struct kvp_heap heap[KVP_CLASSES_MAX];
+    uint64_t clock_seen;       /* the clock after our last use of it: others' publications show as a gap */
+    int foreign;               /* others have published since the heaps were built */
+    uint32_t evictions;        /* since a segment was last tried to be taken from another class */
+    uint64_t log_sequence;     /* of our last record */
+    pthread_mutex_t lock;      /* private: arena, heaps, log */
+    uint64_t life;             /* of the superblock, as opened */
+    uint64_t forks;            /* kvp_fork_count at open */
+    uint32_t copies;           /* calls between reserve and publish, outside the lock */
+    int joined;
+    int closed;
+};
+
+/* May this call go on? CLOSED, FORKED, REPLACED. */
+int kvp_enter(kvp_pool *pool);
+int kvp_enter_class(kvp_pool *pool, uint32_t class);
+void kvp_lock(kvp_pool *pool);
+void kvp_unlock(kvp_pool *pool);
+static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t n)
+{
+    co_add(&pool->arena.slots[pool->arena.self].counter[counter], n);
+}
+/* Append to our log; kinds as in struct kvp_event. */
+void kvp_log_event(kvp_pool *pool, int kind, uint64_t ref, const struct kvp_key *key);
+
+/* ---- directory functions ---- */
+
+static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
+{
+    struct kvp_key key;
+    __builtin_memcpy(&key, (const uint8_t *)keys + 16 * (size_t)i, sizeof key);
+    return key;
+}
+/* References of the n keys that stand, 0 else; stops at the first miss if `prefix`. Returns how many stand. */
+uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */
+int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
+/* Remove every entry that names this block under its tag, and the tag. The caller owns or holds the block. */
+void kvp_directory_forget(kvp_pool *pool, uint32_t block);
+void kvp_directory_check(kvp_pool *pool, struct kvp_check *check);
+
+/* ---- superblock functions ---- */
+
+uint64_t kvp_fingerprint(void);
+/* Write everything but the version. */
+void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation);
+/* Say that the image is whole. */
+void kvp_superblock_seal(struct kvp_superblock *super);
+/* Is this an image we can use? Each reason is its own status. */
+int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
+
+#endif

@@ -1,0 +1,194 @@
+/* kvpool.h -- the pool as a C program sees it (and the Python bindings through cffi).
+ *
+ * Caveats, first.
+ *  - A handle (kvp_pool) may be used by many threads of the process that opened it: calls that change the
+ *    worker's private state take its lock for as long as they compute, never while they copy or wait.
+ *  - After fork() the child's copy of a handle answers KVP_E_FORKED; open the pool again.
+ *  - kvp_read and kvp_lookup protect nothing after they return. Only a pinned block (kvp_match, kvp_pin_refs)
+ *    stays what it is. A reference may be kept for ever; using it later gives the same bytes or KVP_E_STALE.
+ *  - Blocks are write-once: fill reserved blocks, publish them, never write them again.
+ *  - kvp_pool_leave ends the worker; pointers into the mapping stay readable, unprotected, until
+ *    kvp_pool_free.
+ *  - A miss is always allowed. Wrong bytes never are.
+ *
+ * Units: bytes; a key is 16 bytes; block numbers count within their class. n is a number of keys or blocks.
+ * Errors: every call may answer CLOSED, FORKED and REPLACED; what else it may answer stands with it.
+ */
+#ifndef KVPOOL_H
+#define KVPOOL_H
+#include "allocator/allocator.h"
+
+/* cdef: begin */
+enum kvp_format {
+    KVP_FORMAT = 2,           /* of the image; 1 was never released */
+    KVP_KEY_BYTES = 16,
+    KVP_SECRET_BYTES = 192,   /* of a namespace */
+};
+
+/* Statistics of a worker, in this order; they only grow, over all uses of a slot. */
+enum kvp_counter {
+    KVP_COUNT_LOOKUPS,        /* keys asked for */
+    KVP_COUNT_HITS,           /* keys found */
+    KVP_COUNT_PUBLISHED,      /* blocks made visible */
+    KVP_COUNT_DUPLICATES,     /* blocks that lost to an earlier one of the same key */
+    KVP_COUNT_EVICTED,        /* blocks taken by eviction */
+    KVP_COUNT_REMOVED,        /* keys removed on request */
+    KVP_COUNT_BYTES_IN,       /* payload copied into the pool */
+    KVP_COUNT_BYTES_OUT,      /* payload copied out of the pool */
+    KVP_COUNT_PINNED,         /* blocks pinned */
+    KVP_COUNT_FULL,           /* reservations refused */
+    KVP_COUNT_RECOVERIES,     /* dead workers recovered */
+    KVP_COUNT_RECOVERED,      /* blocks freed by that */
+    KVP_COUNT_UNINDEXED,      /* blocks not published because the directory had no room near their key */
+    KVP_COUNT_STALE,          /* reads whose block was reused under them: reported as misses */
+    KVP_COUNT_SPARED,         /* victims found pinned */
+    KVP_COUNT_SEGMENTS,       /* segments moved to another class */
+    KVP_COUNT_RECOVERY_NS,    /* time spent in recovery */
+    KVP_COUNTS
+};
+
+typedef struct kvp_pool kvp_pool;
+
+struct kvp_info {
+    uint8_t uuid[16];
+    uint64_t incarnation;      /* of the image on this memory */
+    uint64_t bytes;            /* mapped */
+    uint64_t metadata_bytes;   /* everything that is not payload */
+    uint64_t payload_offset;
+    uint64_t payload_bytes;
+    uint64_t created_ns;       /* CLOCK_REALTIME */
+    uint64_t stride[8];        /* bytes a block, per class */
+    uint64_t blocks[8];        /* per class, were it to hold every segment */
+    uint64_t held[8];          /* segments held, per class */
+    uint64_t segments;
+    uint64_t segment_bytes;
+    uint64_t pin_slots;        /* per worker */
+    uint64_t log_records;      /* per worker */
+    uint32_t classes;
+    uint32_t workers;
+    uint32_t self;             /* slot of this handle */
+    int kind;                  /* of the mapping */
+    char policy[16];
+    char mode[16];             /* "coherent" */
+};
+
+struct kvp_worker_info {
+    uint64_t pid;
+    uint64_t incarnation;
+    uint64_t joined_ns;        /* CLOCK_REALTIME */
+    int state;                 /* 0 free, 1 alive, 2 dead and not yet recovered */
+    uint64_t counter[32];      /* enum kvp_counter */
+};
+
+/* What happened to a key, from a worker's log. */
+struct kvp_event {
+    uint64_t sequence;         /* within the worker's log, from 1 */
+    uint64_t ref;              /* the publication; of a recovery: the worker recovered */
+    uint8_t key[16];           /* zeros for a recovery */
+    uint32_t worker;
+    int kind;                  /* 0 published, 1 evicted, 2 removed, 3 worker recovered */
+};
+
+/* ---- life of a pool ---- */
+
+/* Make a pool in three steps, so that the caller can populate with threads, show progress and be interrupted:
+ * map unnamed memory; back it; format it, name it and join as a worker. kvp_pool_free undoes an unfinished one
+ * and nothing is left. Policies: lru, fifo, lfu, leaf (lru that evicts the tail of a chain first).
+ * INVALID, EXISTS, NOSPACE, PERMISSION, NOSLOT, SYSTEM. */
+int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out);
+int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes);
+int kvp_pool_commit(kvp_pool *pool);
+/* The three in one. */
+int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out);
+/* Map a pool that exists, recover what dead workers left if all slots are theirs, join.
+ * NOTFOUND, PERMISSION, TRUNCATED, NOTREADY, FOREIGN, OLDER, NEWER, LAYOUT, CORRUPT, REPLACED, NOSLOT. */
+int kvp_pool_open(const char *uri, kvp_pool **out);
+/* Give back all that this worker holds and leave; idempotent. The mapping stays readable. */
+int kvp_pool_leave(kvp_pool *pool);
+/* Leave, unmap, free. No pointer into the mapping may be used afterwards. NULL is allowed. */
+void kvp_pool_free(kvp_pool *pool);
+/* Retire a pool and remove its name. BUSY while workers live, unless forced: they then answer REPLACED. */
+int kvp_pool_remove(const char *uri, int force);
+
+int kvp_pool_info(kvp_pool *pool, struct kvp_info *out);
+/* Blocks per class and enum kvp_state: states[class * 8 + state]. A walk over the words. */
+int kvp_pool_states(kvp_pool *pool, uint64_t states[64]);
+int kvp_pool_worker(kvp_pool *pool, uint32_t worker, struct kvp_worker_info *out);
+const char *kvp_pool_uri(const kvp_pool *pool);
+/* Bytes mapped: what kvp_pool_populate is to cover. */
+uint64_t kvp_pool_mapped(const kvp_pool *pool);
+/* The mapping: payload block k of class c lies at base + payload_offset + k * stride[c]. */
+void *kvp_pool_base(const kvp_pool *pool);
+int kvp_pool_fd(const kvp_pool *pool);
+/* Ask the kernel for 2 MiB pages; 1 if it gave them for all of the mapping. */
+int kvp_pool_collapse(kvp_pool *pool);
+/* Walk every structure. Also on a pool in use: what live workers are in the middle of is not reported. */
+int kvp_pool_check(kvp_pool *pool, struct kvp_check *out);
+
+/* ---- keys ---- */
+
+/* A 128-bit hash of a buffer with a secret: the type of libxxhash's XXH3_128bits_withSecret, which is what the
+ * bindings pass in. */
+struct kvp_digest { uint64_t low, high; };
+typedef struct kvp_digest (*kvp_hash)(const void *data, size_t bytes, const void *secret, size_t secret_bytes);
+
+/* Where a chain of blocks stands: start from zeros, pass on to go on. */
+struct kvp_chain {
+    uint64_t low, high;        /* digest of all so far */
+    uint64_t head;             /* digest of the first block of the present group of 8 */
+    uint64_t blocks;           /* hashed so far */
+};
+
+/* One 16-byte key per block of `block_tokens` tokens, each covering all before it. The low 4 bytes name the
+ * group of 8 chain positions (they choose the home in the directory), the rest is the block's own digest. */
+int kvp_keys(kvp_hash hash, const void *secret, const uint32_t *tokens, uint64_t blocks, uint32_t block_tokens,
+             struct kvp_chain *chain, void *keys);
+
+/* ---- blocks by key ---- */
+
+/* Longest prefix of keys that is present, pinned: refs[i] for i below the return value, 0 from there on: the array
+ * always says what is pinned, also to a caller that is interrupted before it sees the count. RANGE, PINS. */
+int64_t kvp_match(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, uint64_t *refs);
+/* Which keys are present now: refs[i], or 0. Returns how many. Pins nothing. RANGE. */
+int64_t kvp_lookup(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, uint64_t *refs);
+/* Tell the policy that these keys were used, in this order. */
+int64_t kvp_touch(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
+/* Pin by reference: the longest valid prefix; the references from there on become 0. RANGE, STALE, PINS. */
+int64_t kvp_pin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
+/* Undo one pin of each reference that is not 0, and make it 0: doing it again does nothing. */
+int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
+
+/* Take n blocks to fill, evicting if need be: all, or none and then every number is KVP_NO_BLOCK. FULL, RANGE. */
+int kvp_reserve(kvp_pool *pool, uint32_t class_, uint32_t n, uint32_t *numbers);
+/* Give reserved blocks back unpublished; their numbers become KVP_NO_BLOCK, which is skipped. RANGE, NOTOWNED. */
+int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n);
+/* Make reserved, filled blocks findable under their keys, the last one first: a match sees all or none.
+ * refs[i] is the publication, or 0 where an earlier block of that key stands (or the directory had no room):
+ * then block i is free again. The numbers become KVP_NO_BLOCK. Returns how many were published. INVALID (zero key),
+ * RANGE, NOTOWNED: then nothing has happened. */
+int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
+/* Remove keys: their blocks are freed, at once or when their last pin goes. Returns how many were present. */
+int64_t kvp_remove(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
+/* Evict up to n blocks in policy order and free them. Returns how many. */
+int64_t kvp_shrink(kvp_pool *pool, uint32_t class_, uint32_t n);
+
+/* ---- copies ---- */
+
+/* Copy blocks out without pinning: to[i] receives `bytes` of the block of keys[i]; got[i] is 1 if those bytes
+ * are the right ones. On 0 the buffer is unchanged, or zeroed where the block was reused under the copy.
+ * Returns how many were got. INVALID (bytes larger than a block), RANGE. */
+int64_t kvp_read(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, void *const *to, uint64_t bytes, uint8_t *got);
+/* Reserve, copy in (non-temporal), publish: keys that are present are skipped. Returns how many were stored,
+ * FULL if none could be. */
+int64_t kvp_put(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const void *const *from, uint64_t bytes);
+/* Copy into a reserved block. INVALID, RANGE, NOTOWNED. */
+int kvp_fill(kvp_pool *pool, uint32_t class_, uint32_t number, const void *from, uint64_t bytes);
+
+/* ---- observation ---- */
+
+/* Events of one worker's log after *position (0: from the oldest that is kept), in order. Returns how many;
+ * *lost grows by those overwritten before they were read. */
+int64_t kvp_events(kvp_pool *pool, uint32_t worker, uint64_t *position, struct kvp_event *out, uint32_t n, uint64_t *lost);
+/* cdef: end */
+
+#endif

@@ -1,0 +1,331 @@
+/* pool.c -- the life of a handle: create, open, leave; what keeps it honest meanwhile. */
+#define _GNU_SOURCE
+#include "native/handle.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { POPULATE_STEP = 64 << 20, GONE_TIMEOUT_MS = 2000, LEAVE_PAUSE_NS = 100000 };
+
+int kvp_enter(kvp_pool *pool)
+{
+    if (pool->forks != kvp_fork_count())
+        return kvp_fail(KVP_E_FORKED, "this handle was opened before a fork: open the pool again in the child");
+    if (__atomic_load_n(&pool->closed, __ATOMIC_ACQUIRE) || !pool->joined)
+        return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
+    if (co_load(&pool->super->life) != pool->life)
+        return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
+                        pool->mapping.uri);
+    return KVP_OK;
+}
+
+int kvp_enter_class(kvp_pool *pool, uint32_t class)
+{
+    if (class >= pool->arena.layout.classes)
+        return kvp_fail(KVP_E_RANGE, "class %u does not exist: the pool has %u", class, pool->arena.layout.classes);
+    return kvp_enter(pool);
+}
+
+void kvp_lock(kvp_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+}
+
+void kvp_unlock(kvp_pool *pool)
+{
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* ---- the keeper's callbacks ---- */
+
+static void forget(void *context, uint32_t block)
+{
+    kvp_directory_forget(context, block);
+}
+
+static uint64_t monotonic_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void on_death(void *context, uint32_t dead)
+{
+    kvp_pool *pool = context;
+    uint64_t start = monotonic_ns();
+
+    /* Its other threads may run for microseconds yet: only memory of a process that has ended is reused. One that
+     * is still there after the time-out has called exec(), which took its mappings away, or hangs in the kernel,
+     * from where a killed thread does not come back. */
+    kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
+    uint64_t freed = kvp_recover(&pool->arena, dead);
+    if (pool->keeper.self == KVP_NO_WORKER)
+        return; /* we are joining: the slot is to be ours */
+    kvp_count(pool, KVP_COUNT_RECOVERIES, 1);
+    kvp_count(pool, KVP_COUNT_RECOVERED, freed);
+    kvp_count(pool, KVP_COUNT_RECOVERY_NS, monotonic_ns() - start);
+    kvp_lock(pool);
+    kvp_log_event(pool, 3, dead, &(struct kvp_key){0, 0});
+    kvp_unlock(pool);
+}
+
+/* Magazines that were not used for a tick go back, so that an idle worker starves nobody. */
+static void on_tick(void *context)
+{
+    kvp_pool *pool = context;
+    int idle = 1;
+
+    if (pthread_mutex_trylock(&pool->lock))
+        return;
+    for (uint32_t c = 0; c < pool->arena.layout.classes; c++) {
+        idle &= !pool->arena.class[c].magazine.used;
+        pool->arena.class[c].magazine.used = 0;
+    }
+    if (idle && pool->joined && !pool->closed)
+        kvp_spill(&pool->arena);
+    kvp_unlock(pool);
+}
+
+/* ---- create and open ---- */
+
+static int attach(kvp_pool *pool)
+{
+    int status = kvp_arena_init(&pool->arena, pool->mapping.base, &pool->super->layout);
+
+    if (status)
+        return status;
+    pool->arena.forget = forget;
+    pool->arena.context = pool;
+    pool->directory = (struct kvp_entry *)(void *)(pool->mapping.base + pool->arena.layout.directory_offset);
+    pool->homes = pool->arena.layout.directory_homes;
+    return KVP_OK;
+}
+
+static int join(kvp_pool *pool)
+{
+    pool->keeper = (struct kvp_keeper){.slots = pool->arena.slots, .workers = pool->arena.layout.workers,
+                                       .context = pool, .on_death = on_death, .on_tick = on_tick};
+    int status = kvp_keeper_start(&pool->keeper);
+    if (status)
+        return status;
+    kvp_lock(pool);
+    pool->arena.self = pool->keeper.self;
+    pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
+    pool->log_sequence = kvp_log_newest(pool->arena.logs + (uint64_t)pool->arena.self * pool->arena.layout.log_records,
+                                        pool->arena.layout.log_records);
+    pool->joined = 1;
+    kvp_unlock(pool);
+    return KVP_OK;
+}
+
+static kvp_pool *new_pool(void)
+{
+    kvp_pool *pool = calloc(1, sizeof *pool);
+
+    if (!pool) {
+        kvp_fail(KVP_E_NOSPACE, "no memory for a pool handle");
+        return NULL;
+    }
+    pthread_mutex_init(&pool->lock, NULL);
+    pool->mapping.fd = -1;
+    pool->forks = kvp_fork_count();
+    return pool;
+}
+
+int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)
+{
+    struct kvp_layout layout;
+    int status = kvp_layout_plan(request, &layout), number = kvp_policy_find(policy);
+    kvp_pool *pool = NULL;
+
+    *out = NULL;
+    if (status == KVP_OK && number < 0)
+        status = kvp_fail(KVP_E_INVALID, "no policy '%.40s': leaf, lru, fifo and lfu exist", policy);
+    if (status == KVP_OK && !(pool = new_pool()))
+        status = KVP_E_NOSPACE;
+    if (status)
+        return status;
+    if ((status = kvp_mapping_create(uri, layout.bytes, &pool->mapping))) {
+        free(pool);
+        return status;
+    }
+    pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
+    pool->arena.layout = layout;
+    pool->policy = &kvp_policies[number];
+    *out = pool;
+    return KVP_OK;
+}
+
+int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes)
+{
+    return kvp_mapping_populate(&pool->mapping, offset, bytes);
+}
+
+/* A device keeps what was on it: a pool that lives there is not overwritten, an old one is wiped. */
+static int clear_device(kvp_pool *pool, uint64_t *incarnation)
+{
+    struct kvp_superblock *super = pool->super;
+
+    if (super->magic != KVP_MAGIC)
+        return KVP_OK;
+    *incarnation = (co_load(&super->life) >> 1) + 1;
+    if (!(co_load(&super->life) & 1) && kvp_superblock_verify(super, pool->mapping.bytes) == KVP_OK)
+        return kvp_fail(KVP_E_EXISTS, "%s holds a pool: remove it first (kvpool rm)", pool->mapping.uri);
+    memset(pool->mapping.base, 0, pool->arena.layout.payload_offset);
+    return KVP_OK;
+}
+
+int kvp_pool_commit(kvp_pool *pool)
+{
+    struct kvp_layout layout = pool->arena.layout;
+    uint64_t incarnation = 1;
+    int status = pool->mapping.kind == KVP_MAP_DAX ? clear_device(pool, &incarnation) : KVP_OK;
+
+    for (uint64_t at = 0; at < layout.bytes && status == KVP_OK; at += POPULATE_STEP)
+        status = kvp_pool_populate(pool, at, POPULATE_STEP);
+    if (status)
+        return status;
+    kvp_mapping_collapse(&pool->mapping);
+    kvp_superblock_write(pool->super, &layout, (int)(pool->policy - kvp_policies), incarnation);
+    KVP_CRASH_POINT("create.written");
+    kvp_arena_format(pool->mapping.base, &layout);
+    kvp_superblock_seal(pool->super);
+    KVP_CRASH_POINT("create.sealed");
+    pool->life = co_load(&pool->super->life);
+    if ((status = attach(pool)) || (status = join(pool)))
+        return status;
+    return kvp_mapping_commit(&pool->mapping);
+}
+
+int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)
+{
+    int status = kvp_pool_prepare(uri, request, policy, out);
+
+    if (status == KVP_OK && (status = kvp_pool_commit(*out))) {
+        kvp_pool_free(*out);
+        *out = NULL;
+    }
+    return status;
+}
+
+static int open_mapped(kvp_pool *pool)
+{
+    struct kvp_superblock *super = pool->super;
+    int status = kvp_superblock_verify(super, pool->mapping.bytes);
+
+    if (status)
+        return status;
+    uint64_t life = co_load(&super->life);
+    if (life & 1)
+        return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
+    if (super->policy >= (uint32_t)kvp_policy_find("lfu") + 1)
+        return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", super->policy);
+    pool->policy = &kvp_policies[super->policy];
+    pool->life = life;
+    if ((status = attach(pool)) == KVP_OK)
+        status = join(pool);
+    if (status == KVP_OK)
+        pool->foreign = 1;
+    return status;
+}
+
+int kvp_pool_open(const char *uri, kvp_pool **out)
+{
+    kvp_pool *pool = new_pool();
+
+    *out = NULL;
+    if (!pool)
+        return KVP_E_NOSPACE;
+    int status = kvp_mapping_open(uri, &pool->mapping);
+    if (status == KVP_OK) {
+        pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
+        status = open_mapped(pool);
+    }
+    if (status)
+        kvp_pool_free(pool);
+    else
+        *out = pool;
+    return status;
+}
+
+/* ---- leave ---- */
+
+int kvp_pool_leave(kvp_pool *pool)
+{
+    struct timespec pause = {0, LEAVE_PAUSE_NS};
+
+    if (!pool->joined || pool->forks != kvp_fork_count())
+        return KVP_OK;
+    kvp_lock(pool);
+    int was_closed = pool->closed;
+    __atomic_store_n(&pool->closed, 1, __ATOMIC_RELEASE);
+    kvp_unlock(pool);
+    if (was_closed)
+        return KVP_OK;
+    while (__atomic_load_n(&pool->copies, __ATOMIC_ACQUIRE)) /* copies into reserved blocks end first */
+        nanosleep(&pause, NULL);
+    kvp_lock(pool);
+    kvp_spill(&pool->arena);
+    kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
+    nc_store(&pool->arena.slots[pool->arena.self].pin_high, 0);
+    kvp_unlock(pool);
+    kvp_keeper_stop(&pool->keeper);
+    return KVP_OK;
+}
+
+void kvp_pool_free(kvp_pool *pool)
+{
+    if (!pool)
+        return;
+    kvp_pool_leave(pool);
+    kvp_arena_free(&pool->arena);
+    for (uint32_t c = 0; c < KVP_CLASSES_MAX; c++)
+        free(pool->heap[c].item);
+    kvp_mapping_close(&pool->mapping);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+static int workers_alive(const struct kvp_arena *arena)
+{
+    int alive = 0;
+
+    for (uint32_t w = 0; w < arena->layout.workers; w++)
+        alive += co_load32(&arena->slots[w].lock) != 0 && !kvp_worker_dead(&arena->slots[w]);
+    return alive;
+}
+
+int kvp_pool_remove(const char *uri, int force)
+{
+    struct kvp_mapping mapping;
+    int status = kvp_mapping_open(uri, &mapping);
+
+    if (status == KVP_E_TRUNCATED)
+        return kvp_mapping_unlink(uri);
+    if (status)
+        return status;
+    struct kvp_superblock *super = (struct kvp_superblock *)(void *)mapping.base;
+    struct kvp_arena arena = {.layout = super->layout,
+                              .slots = (struct kvp_slot *)(void *)(mapping.base + super->layout.slots_offset)};
+    int whole = kvp_superblock_verify(super, mapping.bytes);
+    if (whole == KVP_OK && !force && workers_alive(&arena))
+        status = kvp_fail(KVP_E_BUSY, "%d workers use %s: close them, or force", workers_alive(&arena), uri);
+    else if (whole == KVP_E_FOREIGN && !force)
+        status = kvp_fail(KVP_E_FOREIGN, "%s is not a kvpool image: it is left alone (force removes it)", uri);
+    else if (whole == KVP_OK)
+        co_store(&super->life, co_load(&super->life) | 1);
+    int kind = mapping.kind;
+    kvp_mapping_close(&mapping);
+    if (status || kind == KVP_MAP_DAX)
+        return status;
+    return kvp_mapping_unlink(uri);
+}
+
+int kvp_pool_collapse(kvp_pool *pool)
+{
+    return kvp_mapping_collapse(&pool->mapping);
+}

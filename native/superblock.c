@@ -1,0 +1,97 @@
+/* superblock.c -- what says that memory is a pool of ours, whole, and fit for this build. */
+#include "native/handle.h"
+
+#include <string.h>
+#include <sys/random.h>
+#include <time.h>
+
+static uint64_t fnv(uint64_t hash, const void *data, size_t bytes)
+{
+    const uint8_t *at = data;
+
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* FNV-1a finds every single flipped bit (each step is a bijection) and needs no table; it guards against damage,
+ * not against malice: what is malicious is caught by range checks. */
+static uint64_t checksum(const struct kvp_superblock *super)
+{
+    uint64_t version = KVP_FORMAT;
+    uint64_t hash = fnv(0xcbf29ce484222325u, &super->magic, 8);
+
+    hash = fnv(hash, &version, 8);
+    return fnv(hash, &super->fingerprint,
+               offsetof(struct kvp_superblock, checksum) - offsetof(struct kvp_superblock, fingerprint));
+}
+
+uint64_t kvp_fingerprint(void)
+{
+    const uint32_t sizes[] = {sizeof(struct kvp_slot),  sizeof(struct kvp_record), sizeof(struct kvp_layout),
+                              sizeof(struct kvp_entry), sizeof(struct kvp_tag),    KVP_HOME_ENTRIES,
+                              KVP_LINE,                 KVP_SEGMENTS_MAX,          KVP_COUNTERS};
+
+    return fnv(0xcbf29ce484222325u, sizes, sizeof sizes); /* the bytes of the numbers: byte order shows too */
+}
+
+static uint64_t realtime_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation)
+{
+    co_store(&super->version, 0); /* not whole, whatever was here before */
+    nc_write_back(super, sizeof *super);
+    nc_write_fence();
+    super->magic = KVP_MAGIC;
+    super->fingerprint = kvp_fingerprint();
+    super->compat = super->ro_compat = super->incompat = 0;
+    if (getrandom(super->uuid, sizeof super->uuid, 0) != sizeof super->uuid)
+        memset(super->uuid, 0, sizeof super->uuid);
+    super->created_ns = realtime_ns();
+    super->policy = (uint32_t)policy;
+    super->mode = 0;
+    super->layout = *layout;
+    super->checksum = checksum(super);
+    co_store(&super->clock, 1);
+    co_store(&super->life, incarnation << 1);
+}
+
+void kvp_superblock_seal(struct kvp_superblock *super)
+{
+    nc_write_back(super, sizeof *super);
+    nc_write_fence(); /* everything else is there before the version is */
+    co_store(&super->version, KVP_FORMAT);
+    nc_write_back(&super->version, 8);
+    nc_write_fence();
+}
+
+int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)
+{
+    if (mapped < KVP_PAGE)
+        return kvp_fail(KVP_E_TRUNCATED, "%llu bytes: less than a superblock", (unsigned long long)mapped);
+    if (super->magic != KVP_MAGIC)
+        return kvp_fail(KVP_E_FOREIGN, "the memory does not begin with the mark of a kvpool image");
+    uint64_t version = co_load(&super->version);
+    if (version == 0)
+        return kvp_fail(KVP_E_NOTREADY, "its creator has not finished, or died: create it anew");
+    if (version < KVP_FORMAT)
+        return kvp_fail(KVP_E_OLDER, "format %llu, this build reads %d: make the pool anew", (unsigned long long)version,
+                        KVP_FORMAT);
+    if (version > KVP_FORMAT)
+        return kvp_fail(KVP_E_NEWER, "format %llu, this build reads %d: use a newer kvpool", (unsigned long long)version,
+                        KVP_FORMAT);
+    if (checksum(super) != super->checksum)
+        return kvp_fail(KVP_E_CORRUPT, "the superblock's checksum does not fit: the image is damaged, make it anew");
+    if (super->incompat || super->ro_compat)
+        return kvp_fail(KVP_E_NEWER, "the image uses features (%#llx) that this build does not know",
+                        (unsigned long long)(super->incompat | super->ro_compat));
+    if (super->fingerprint != kvp_fingerprint() || super->mode != 0)
+        return kvp_fail(KVP_E_LAYOUT, "made by a build with other struct sizes, or for another machine or mode");
+    return kvp_layout_check(&super->layout, mapped);
+}

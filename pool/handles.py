@@ -1,0 +1,198 @@
+"""What a caller holds: blocks pinned for reading, and blocks reserved for writing."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpool.bindings import Closed, InvalidArgument, NotOwned, WrongThread, check, ffi, lib
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    from kvpool.pool import Pool
+
+__all__ = ["Hit", "Reservation"]
+
+
+class Hit:
+    """Blocks that are pinned: while it is held they are neither reused nor moved. A context manager.
+
+    `blocks` are uint32 block numbers within `block_class`: rows of `pool.tensor(block_class)`. `refs` are uint64
+    references that may be sent to another process, which pins them with `pool.pin`. Release is idempotent and happens
+    at the end of a `with`, on `release()`, and when the object goes. Any thread may release; the process must be the one
+    that made it (in a forked child it is inert).
+    """
+
+    __slots__ = ("__weakref__", "_owned", "_pool", "block_class", "blocks", "refs")
+
+    def __init__(self, pool: Pool, block_class: int, capacity: int) -> None:
+        self._pool = pool
+        self.block_class = block_class
+        # The C core keeps this array true at every moment, so an interrupt between two lines loses no pin.
+        self._owned = np.zeros(capacity, np.uint64)
+        self.refs: NDArray[np.uint64] = self._owned[:0]
+        self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
+
+    def pointer(self) -> Any:
+        """The references as C has them."""
+        return ffi.cast("uint64_t *", ffi.from_buffer(self._owned))
+
+    def hold(self, count: int) -> Hit:
+        """The first `count` references are pinned now."""
+        self.refs = self._owned[:count].copy()
+        self.refs.flags.writeable = False
+        self.blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
+        return self
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def __bool__(self) -> bool:
+        return len(self.refs) > 0
+
+    @property
+    def views(self) -> list[NDArray[np.uint8]]:
+        """One read-only uint8 array per block, over the pool's memory. Valid while the hit is held."""
+        return self.views_as(np.uint8)
+
+    def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
+        """One read-only array of `dtype` and `shape` (default: as long as a block) per block, over the pool's memory."""
+        rows = self._pool.tensor(self.block_class, dtype, shape)
+        return [rows[number] for number in self.blocks]
+
+    def release(self) -> None:
+        """Undo the pins. Idempotent."""
+        lib.kvp_unpin_refs(self._pool.handle, self.pointer(), len(self._owned))
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if len(getattr(self, "_owned", ())):
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"<Hit {len(self)} blocks of class {self.block_class}>"
+
+
+class Reservation:
+    """Blocks to fill and publish. A context manager: what is not published when it ends is withdrawn.
+
+    Belongs to the thread that made it (`WrongThread` elsewhere). `views` are writable until publish or withdraw; do not
+    keep other writable references to their memory. `keys[i]` will name `views[i]`.
+    """
+
+    __slots__ = ("__weakref__", "_owned", "_pool", "_thread", "_views", "block_class", "blocks", "keys", "refs")
+
+    def __init__(self, pool: Pool, block_class: int, keys: tuple[Any, int]) -> None:
+        self._pool = pool
+        self.block_class = block_class
+        self.keys = keys
+        self._thread = threading.get_ident()
+        # NO_BLOCK marks what is not ours; the C core writes it, so an interrupt between two lines leaks nothing.
+        self._owned = np.full(keys[1], lib.KVP_NO_BLOCK, np.uint32)
+        self._views: list[NDArray[Any]] = []
+        self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.refs: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+    def pointer(self) -> Any:
+        """The numbers as C has them."""
+        return ffi.cast("uint32_t *", ffi.from_buffer(self._owned))
+
+    def hold(self) -> Reservation:
+        """All blocks are reserved now."""
+        self.blocks = self._owned.copy()
+        self.blocks.flags.writeable = False
+        return self
+
+    def _enter(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise WrongThread("this reservation was made by another thread: reserve in the thread that fills")
+
+    def __len__(self) -> int:
+        return self.keys[1]
+
+    @property
+    def is_open(self) -> bool:
+        """Is anything still reserved, neither published nor withdrawn?"""
+        return bool((self._owned != lib.KVP_NO_BLOCK).any())
+
+    @property
+    def views(self) -> list[NDArray[np.uint8]]:
+        """One writable uint8 array per block, over the pool's memory."""
+        return self.views_as(np.uint8)
+
+    def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
+        """One writable array of `dtype` and `shape` (default: as long as a block) per block, over the pool's memory."""
+        self._enter()
+        if len(self) and not self.is_open:
+            raise Closed("this reservation is over: published blocks are write-once, withdrawn ones are not yours")
+        rows = self._pool.writable(self.block_class, dtype, shape)
+        made = [rows[number] for number in self.blocks]
+        self._views += made
+        return made
+
+    def fill(self, index: int, data: Any) -> None:
+        """Copy a buffer into block `index` with non-temporal stores. At most a block's bytes; the rest stays as it was."""
+        self._enter()
+        try:
+            source = ffi.from_buffer(data)
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidArgument(f"block data must be a contiguous buffer: {error}") from error
+        number = int(self._owned[index])
+        check(lib.kvp_fill(self._pool.handle, self.block_class, number, source, len(source)))
+
+    def _end(self) -> None:
+        for view in self._views:
+            view.flags.writeable = False
+        self._views.clear()
+
+    def publish(self) -> int:
+        """Make all blocks visible at once under their keys; returns how many are ours.
+
+        A block whose key was published by somebody else meanwhile is given back: the first whole block wins. `refs[i]`
+        is the reference of block i, 0 if it was given back. Raises `NotOwned` when there is nothing left to publish.
+        """
+        self._enter()
+        pointer, count = self.keys
+        if count and not self.is_open:
+            raise NotOwned("this reservation is over: it was published or withdrawn before")
+        refs = np.zeros(count, np.uint64)
+        for view in self._views:
+            view.flags.writeable = False
+        published = check(lib.kvp_publish(self._pool.handle, self.block_class, self.pointer(), pointer, count,
+                                          ffi.cast("uint64_t *", ffi.from_buffer(refs))))  # fmt: skip
+        self._end()
+        self.refs = refs
+        return published
+
+    def withdraw(self) -> None:
+        """Give unpublished blocks back. Idempotent."""
+        self._enter()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        self._end()
+        if self.is_open:
+            lib.kvp_withdraw(self._pool.handle, self.block_class, self.pointer(), len(self._owned))
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._withdraw()
+
+    def __del__(self) -> None:
+        if len(getattr(self, "_owned", ())):
+            self._withdraw()
+
+    def __repr__(self) -> str:
+        return f"<Reservation {len(self)} blocks of class {self.block_class}{'' if self.is_open else ', over'}>"
+

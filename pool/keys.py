@@ -1,0 +1,178 @@
+"""What a key names: a total identity, and the chain of token blocks under it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from kvpool.bindings import InvalidArgument, check, ffi, lib
+from kvpool.bindings.hashing import HASH
+
+__all__ = ["Identity", "KeyMaker", "Keys", "KeysLike", "key_buffer"]
+
+KEY_BYTES: int = lib.KVP_KEY_BYTES
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that decides whether two KV blocks of the same tokens hold the same numbers.
+
+    Two identities that differ in any field never share a key; absent (None or "") equals absent, nothing else. `extra`
+    takes what this list forgot, as (name, value) pairs of strings. Immutable, hashable, comparable across processes.
+    """
+
+    model: str
+    """Which network; a name is not enough, see `revision`."""
+    revision: str
+    """Which weights: a digest of them, or a commit. Change it whenever the weights change."""
+    dtype: str
+    """Of the stored numbers, quantisation included: "float16", "fp8_e4m3+scale"."""
+    layout: str
+    """Order of axes and tokens per block, e.g. "LBHNC/16", and position encoding if it is baked in."""
+    adapter: str | None = None
+    """LoRA or other adapter, with its version."""
+    isa: str | None = None
+    """Where numerics differ by processor: the kernel family that wrote the block."""
+    rank: tuple[int, int] = (0, 1)
+    """(rank, ranks) of tensor parallelism: each rank holds its own heads."""
+    block_tokens: int = 16
+    """Tokens per block, 1 to 1024."""
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "dtype", "layout"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InvalidArgument(f"Identity.{name} must be a non-empty string, not {value!r}: it decides what is shared")
+        rank, ranks = self.rank
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"Identity.rank is (rank, ranks) with 0 <= rank < ranks, not {self.rank}")
+        if not 1 <= self.block_tokens <= 1024:
+            raise InvalidArgument(f"Identity.block_tokens is 1 to 1024, not {self.block_tokens}")
+        pairs = sorted((str(name), str(value)) for name, value in self.extra)
+        object.__setattr__(self, "extra", tuple(pairs))
+
+    def canonical(self) -> bytes:
+        """The same bytes for equal identities in every process, machine and Python version."""
+        fields = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+class Keys(Sequence[bytes]):
+    """Keys of a chain of blocks: 16 bytes each, in one buffer. Immutable; slices share the buffer.
+
+    `array` is uint8 [n, 16], C-contiguous, read-only. A Keys that ends where its chain ends can be extended:
+    `namespace.keys(more_tokens, after=keys)`.
+    """
+
+    __slots__ = ("_chain", "array")
+
+    def __init__(self, array: np.ndarray[Any, Any], chain: tuple[int, int, int, int] | None = None) -> None:
+        array.flags.writeable = False
+        self.array = array
+        self._chain = chain
+
+    @property
+    def chain(self) -> tuple[int, int, int, int] | None:
+        """State of the hash chain after the last key, or None if this is a part that ends earlier."""
+        return self._chain
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> bytes | Keys:
+        """One key as bytes, or a part of the chain."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            ends = step == 1 and stop == len(self)
+            return Keys(np.ascontiguousarray(self.array[index]), self._chain if ends else None)
+        return self.array[index].tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self.array.tobytes()
+        return (data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES))
+
+    def __add__(self, other: Keys) -> Keys:
+        """Keys of both, in order."""
+        return Keys(np.concatenate([self.array, other.array]), other._chain)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and np.array_equal(self.array, other.array)
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"<Keys {len(self)}>"
+
+
+KeysLike = Keys | bytes | bytearray | memoryview | Sequence[bytes]
+
+
+def key_buffer(keys: KeysLike) -> tuple[Any, int]:
+    """A cdata pointer to the keys and their number; the pointer keeps what it points to alive.
+
+    Accepts Keys, one buffer of n x 16 bytes, or a sequence of 16-byte strings. Raises `InvalidArgument` for another length.
+    """
+    if isinstance(keys, Keys):
+        return ffi.from_buffer(keys.array), len(keys)
+    if not isinstance(keys, bytes | bytearray | memoryview):
+        parts = [bytes(key) for key in keys]
+        wrong = next((key for key in parts if len(key) != KEY_BYTES), None)
+        if wrong is not None:
+            raise InvalidArgument(f"a key has {KEY_BYTES} bytes, this one {len(wrong)}: use Namespace.keys()")
+        keys = b"".join(parts)
+    view = memoryview(keys)
+    if view.nbytes % KEY_BYTES or not view.c_contiguous:
+        raise InvalidArgument(f"keys are {KEY_BYTES} bytes each in one contiguous buffer; this one has {view.nbytes} bytes")
+    return ffi.from_buffer(view), view.nbytes // KEY_BYTES
+
+
+def token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Token ids as uint32, from any buffer or sequence of integers from 0 to 2^32 - 1.
+
+    A buffer (numpy, array.array, torch on the CPU) costs nothing or one pass; a list costs more than the hash.
+    """
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgument(f"token ids are one row of integers, not {array.dtype} of shape {array.shape}")
+    if array.size and array.dtype != np.uint32 and (int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF):
+        raise InvalidArgument("token ids are 0 to 2^32 - 1")
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+class KeyMaker:
+    """Derives keys for one identity and tenant. Thread-safe; the same keys in every process and on every machine.
+
+    The chain is XXH3-128 (Y. Collet, xxHash 0.8 specification) with a 192-byte secret that is SHAKE-256 of the identity
+    and the tenant: without it nobody can make, or guess at, another tenant's keys.
+    """
+
+    def __init__(self, identity: Identity, tenant: str) -> None:
+        material = identity.canonical() + b"\0" + tenant.encode()
+        self.block_tokens = identity.block_tokens
+        self._secret = hashlib.shake_256(b"kvpool keys 1\0" + material).digest(lib.KVP_SECRET_BYTES)
+        start = hashlib.sha256(b"kvpool chain 1\0" + material).digest()
+        self._start = (int.from_bytes(start[:8], "little"), int.from_bytes(start[8:16], "little"), 0, 0)
+
+    def keys(self, token_ids: Any, after: Keys | None) -> Keys:
+        """One key per full block of token_ids; a rest shorter than a block has none."""
+        tokens = token_array(token_ids)
+        if after is not None and after.chain is None:
+            raise InvalidArgument("these keys end before their chain does: only the whole of it can be extended")
+        start = self._start if after is None or after.chain is None else after.chain
+        chain = ffi.new("struct kvp_chain *", {"low": start[0], "high": start[1], "head": start[2], "blocks": start[3]})
+        count = len(tokens) // self.block_tokens
+        out = np.empty((count, KEY_BYTES), np.uint8)
+        check(lib.kvp_keys(HASH, self._secret, ffi.cast("uint32_t *", ffi.from_buffer(tokens)), count,
+                           self.block_tokens, chain, ffi.from_buffer(out)))  # fmt: skip
+        return Keys(out, (chain.low, chain.high, chain.head, chain.blocks))

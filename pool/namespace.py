@@ -1,0 +1,155 @@
+"""Blocks by text prefix: the verbs of one identity and tenant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from kvpool.bindings import InvalidArgument, PoolFull, check, ffi, lib
+from kvpool.handles import Hit, Reservation
+from kvpool.keys import Identity, KeyMaker, Keys, KeysLike, key_buffer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvpool.pool import Pool
+
+__all__ = ["Namespace"]
+
+T = TypeVar("T")
+WAIT_S = 1.0
+_PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.02
+
+
+def patiently(attempt: Callable[[], T], timeout: float | None) -> T:
+    """Repeat `attempt` while it raises PoolFull, for at most `timeout` seconds; holds no lock while it waits."""
+    deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
+    pause = _PAUSE_S_MIN
+    while True:
+        try:
+            return attempt()
+        except PoolFull:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, _PAUSE_S_MAX)
+
+
+class Namespace:
+    """What one identity and tenant sees of a pool. Thread-safe; cheap to make; holds no state in the pool.
+
+    Made by `Pool.namespace`. All its blocks are of one class. Two namespaces share blocks exactly if identity and tenant
+    are equal, in whatever process they were made.
+    """
+
+    def __init__(self, pool: Pool, identity: Identity, tenant: str, block_class: int) -> None:
+        self.pool = pool
+        self.identity = identity
+        self.tenant = tenant
+        self.block_class = block_class
+        self._maker = KeyMaker(identity, tenant)
+
+    def keys(self, token_ids: Any, *, after: Keys | None = None) -> Keys:
+        """One 16-byte key per full block of tokens, each covering all tokens before it.
+
+        `token_ids`: any buffer or sequence of ints in 0..2^32-1. `after` goes on where those keys ended. Tokens that do
+        not fill a block have no key. Raises `InvalidArgument`.
+        """
+        return self._maker.keys(token_ids, after)
+
+    def match(self, keys: KeysLike) -> Hit:
+        """The longest prefix of `keys` that is in the pool, pinned until the Hit is released. An empty Hit is a miss.
+
+        Raises `NoPins` if this worker already pins as many blocks as it may.
+        """
+        pointer, count = key_buffer(keys)
+        hit = Hit(self.pool, self.block_class, count)
+        return hit.hold(check(lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.pointer())))
+
+    def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
+        """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
+
+        Where nothing may be evicted it waits up to `timeout` seconds (default 1; 0: not at all), interruptibly and
+        without a lock, then raises `PoolFull`.
+        """
+        new = Reservation(self.pool, self.block_class, key_buffer(keys))
+
+        def attempt() -> Reservation:
+            check(lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.pointer()))
+            return new.hold()
+
+        return patiently(attempt, timeout)
+
+    def put(self, keys: KeysLike, buffers: Sequence[Any] | NDArray[Any], *, timeout: float | None = None) -> int:
+        """Copy one buffer per key into the pool and publish; keys that are present are skipped.
+
+        All buffers have the same length, at most a block's. Returns how many blocks were stored. Raises `PoolFull` if
+        none could be after `timeout` seconds (default 1), `InvalidArgument` for buffers that do not fit.
+        """
+        pointer, count = key_buffer(keys)
+        sources, array, length = _pointers(buffers, count, writable=False)
+        stored = patiently(
+            lambda: check(lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)), timeout
+        )
+        del sources
+        return stored
+
+    def get_into(self, keys: KeysLike, buffers: Sequence[Any] | NDArray[Any]) -> NDArray[np.bool_]:
+        """Copy blocks out, without pinning; True where the buffer holds the right bytes.
+
+        All buffers have the same length, at most a block's. A False is a miss: that buffer is as it was, or zeroed if
+        the block was reused during the copy. The interpreter lock is released meanwhile.
+        """
+        pointer, count = key_buffer(keys)
+        targets, array, length = _pointers(buffers, count, writable=True)
+        got = np.zeros(count, np.uint8)
+        check(lib.kvp_read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)))
+        del targets
+        return got.astype(np.bool_)
+
+    def contains(self, keys: KeysLike) -> NDArray[np.bool_]:
+        """True for each key that is in the pool now. Pins nothing: the answer may be old when it arrives."""
+        return self.lookup(keys) != 0
+
+    def lookup(self, keys: KeysLike) -> NDArray[np.uint64]:
+        """The reference of each key's block, 0 where there is none. Pins nothing; `Pool.pin` validates."""
+        pointer, count = key_buffer(keys)
+        refs = np.zeros(count, np.uint64)
+        check(lib.kvp_lookup(self.pool.handle, self.block_class, pointer, count,
+                             ffi.cast("uint64_t *", ffi.from_buffer(refs))))  # fmt: skip
+        return refs
+
+    def touch(self, keys: KeysLike) -> int:
+        """Tell the eviction policy that these keys were used, in this order. Returns how many are present."""
+        pointer, count = key_buffer(keys)
+        return check(lib.kvp_touch(self.pool.handle, self.block_class, pointer, count))
+
+    def remove(self, keys: KeysLike) -> int:
+        """Remove keys: nobody finds them any more; memory is reused at once, or when the last pin goes.
+
+        Returns how many were present.
+        """
+        pointer, count = key_buffer(keys)
+        return check(lib.kvp_remove(self.pool.handle, self.block_class, pointer, count))
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.identity.model} tenant={self.tenant!r} class={self.block_class}>"
+
+
+def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bool) -> tuple[list[Any], Any, int]:
+    """cdata of each buffer (to keep alive), the array of their addresses, and their common length in bytes."""
+    if len(buffers) != count:
+        raise InvalidArgument(f"{count} keys and {len(buffers)} buffers: one buffer per key")
+    try:
+        held = [ffi.from_buffer(buffer, require_writable=writable) for buffer in buffers]
+    except (TypeError, ValueError, BufferError) as error:
+        need = "contiguous, writable" if writable else "contiguous"
+        raise InvalidArgument(f"each buffer must be a {need} block of bytes: {error}") from error
+    lengths = {len(buffer) for buffer in held}
+    if len(lengths) > 1:
+        raise InvalidArgument(f"buffers of {sorted(lengths)} bytes in one call: all must have the same length")
+    return held, ffi.new("void *[]", held), lengths.pop() if lengths else 0

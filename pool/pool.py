@@ -1,0 +1,327 @@
+"""A pool: made, opened, looked at, closed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpool import reports
+from kvpool.bindings import InvalidArgument, OutOfRange, check, ffi, lib
+from kvpool.bindings.views import class_array, class_torch, mapping_buffer
+from kvpool.handles import Hit
+from kvpool.namespace import Namespace
+from kvpool.sizes import parse_size
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    from kvpool.keys import Identity
+
+__all__ = ["POLICIES", "Pool", "create", "open", "remove"]
+
+POLICIES = ("leaf", "lru", "fifo", "lfu")
+BLOCK_BYTES_MIN, BLOCK_BYTES_MAX, BLOCK_BYTES_STEP = 4 << 10, 16 << 20, 64
+_POPULATE_STEP = 64 << 20
+Progress = Callable[[int, int], None]
+_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+class Pool:
+    """One worker's handle of a pool. A context manager; made by `create` or `open`.
+
+    Thread-safe: calls release the interpreter lock and take the handle's own lock only while they compute. After fork()
+    the child's copy raises `Forked`. Closing gives back pins and reservations; views stay readable, unprotected.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        """The C handle (cdata). For `kvpool.bindings`; not part of the API."""
+        self.uri: str = ffi.string(lib.kvp_pool_uri(handle)).decode()
+        """What another process opens."""
+        self._info = reports.pool_info(handle)
+        self._buffer = mapping_buffer(handle, self._info["bytes"])
+        _open_pools.add(self)
+
+    # ---- life ----
+
+    def close(self) -> None:
+        """Leave the pool: pins, reservations and the worker slot are given back. Idempotent. The pool itself stays."""
+        check(lib.kvp_pool_leave(self.handle))
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.uri} worker {self.worker}>"
+
+    # ---- shape ----
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What does not change: uuid, sizes, classes, policy, mode, workers, this worker's slot (`self`)."""
+        return self._info
+
+    @property
+    def worker(self) -> int:
+        """Slot of this handle."""
+        return int(self._info["self"])
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes a block, per class."""
+        return tuple(part["block_bytes"] for part in self._info["classes"])
+
+    def _class(self, block_class: int) -> dict[str, Any]:
+        classes: list[dict[str, Any]] = self._info["classes"]
+        if not 0 <= block_class < len(classes):
+            raise OutOfRange(f"class {block_class} does not exist: the pool has {len(classes)}")
+        return classes[block_class]
+
+    # ---- memory ----
+
+    def writable(self, block_class: int, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """As `tensor`, but writable: for the holder of a reservation, and for nobody else's blocks."""
+        part = self._class(block_class)
+        return class_array(self._buffer, self._info["payload_offset"], part["block_bytes"], part["blocks"], dtype, shape)
+
+    def tensor(self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """All blocks of a class as one read-only array [blocks, *shape] over the pool's memory; index with block numbers.
+
+        `shape` defaults to one axis as long as a block. No copy; keeps the mapping alive; supports the buffer protocol and
+        DLPack. Raises `InvalidArgument` if dtype and shape need more than a block, `OutOfRange`.
+        """
+        array = self.writable(block_class, dtype, shape)
+        array.flags.writeable = False
+        return array
+
+    def torch(self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> Any:
+        """As `tensor`, as a torch tensor (which cannot be read-only). Raises ImportError without torch."""
+        return class_torch(self.writable(block_class, dtype, shape))
+
+    # ---- blocks ----
+
+    def namespace(self, identity: Identity, tenant: str = "", block_class: int = 0) -> Namespace:
+        """The view of one identity and tenant, with blocks of one class."""
+        self._class(block_class)
+        return Namespace(self, identity, tenant, block_class)
+
+    def pin(self, refs: Sequence[int] | NDArray[np.uint64]) -> Hit:
+        """Pin blocks by reference (from `Hit.refs`, also another process's): all of them, until the Hit is released.
+
+        Raises `Stale` if one was freed or reused since, `OutOfRange` if one names no block of this pool, `NoPins`;
+        `InvalidArgument` if they are of several classes. Then none is pinned.
+        """
+        try:
+            wanted = np.array(refs, dtype=np.uint64)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"references are integers of 64 bits: {error}") from error
+        classes = set(((wanted & np.uint64(0xFFFFFFFF)) >> np.uint64(29)).tolist())
+        if len(classes) > 1 or wanted.ndim != 1:
+            raise InvalidArgument("references of one call are one row, of one block class")
+        hit = Hit(self, classes.pop() if classes else 0, len(wanted))
+        hit._owned[:] = wanted
+        pinned = check(lib.kvp_pin_refs(self.handle, hit.pointer(), len(wanted)))
+        if pinned < len(wanted):
+            hit.release()
+            check(lib.kvp_pin_refs(self.handle, ffi.new("uint64_t[]", [int(wanted[pinned])]), 1))
+            return self.pin(refs)
+        return hit.hold(pinned)
+
+    def evict(self, count: int, block_class: int = 0) -> int:
+        """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""
+        self._class(block_class)
+        if count < 0:
+            raise InvalidArgument(f"cannot evict {count} blocks")
+        return check(lib.kvp_shrink(self.handle, block_class, min(count, 0xFFFFFFFF)))
+
+    # ---- observation ----
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers: shape, blocks per state and class, counters over all workers, hit ratio, huge-page bytes, workers.
+
+        Walks the words of all blocks (a million in about a millisecond); takes no lock.
+        """
+        stats = reports.pool_stats(self.handle, self.uri)
+        stats["huge_bytes"] = huge_bytes(int(ffi.cast("uintptr_t", lib.kvp_pool_base(self.handle))))
+        return stats
+
+    def events(self) -> reports.EventStream:
+        """A stream over the workers' logs, from the oldest events that are kept."""
+        return reports.EventStream(self)
+
+    def check(self) -> reports.CheckReport:
+        """Walk every structure and name the first broken invariant. Safe while others use the pool."""
+        return reports.pool_check(self.handle)
+
+
+def huge_bytes(base: int) -> int:
+    """Bytes of the mapping at `base` that this process maps with huge pages, from /proc/self/smaps."""
+    total, inside = 0, False
+    with Path("/proc/self/smaps").open() as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if "-" in name.split(" ", 1)[0]:
+                inside = int(name.split("-", 1)[0], 16) == base
+            elif inside and name in ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb"):
+                total += int(rest.split()[0]) << 10
+    return total
+
+
+def _leave_all() -> None:
+    # Leave, but do not unmap: daemon threads may still be reading views while the interpreter ends.
+    for pool in list(_open_pools):
+        lib.kvp_pool_leave(pool.handle)
+
+
+atexit.register(_leave_all)
+
+
+def _strides(block: int | str | Sequence[int | str]) -> list[int]:
+    blocks = [block] if isinstance(block, int | str) else list(block)
+    strides = [parse_size(each) for each in blocks]
+    for stride in strides:
+        if stride % BLOCK_BYTES_STEP or not BLOCK_BYTES_MIN <= stride <= BLOCK_BYTES_MAX:
+            raise InvalidArgument(
+                f"a block of {stride} bytes: block sizes are {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes in steps of "
+                f"{BLOCK_BYTES_STEP}; the next are {max(stride // 64 * 64, BLOCK_BYTES_MIN)} and {-(-stride // 64) * 64}"
+            )
+    if not 1 <= len(strides) <= lib.KVP_CLASSES_MAX or len(set(strides)) != len(strides):
+        raise InvalidArgument(f"a pool has 1 to {lib.KVP_CLASSES_MAX} different block sizes, not {strides}")
+    return strides
+
+
+def _populate(handle: Any, size: int, threads: int, progress: Progress | None) -> None:
+    """Back all memory, `threads` at a time; the calling thread stays interruptible."""
+    done, lock = 0, threading.Lock()
+
+    def step(offset: int) -> None:
+        nonlocal done
+        length = min(_POPULATE_STEP, size - offset)
+        check(lib.kvp_pool_populate(handle, offset, length))
+        with lock:
+            done += length
+            if progress:
+                progress(done, size)
+
+    with ThreadPoolExecutor(threads) as workers:
+        jobs = [workers.submit(step, offset) for offset in range(0, size, _POPULATE_STEP)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+
+
+def create(
+    uri: str,
+    size: int | str | None = None,
+    block: int | str | Sequence[int | str] = "128KiB",
+    *,
+    blocks: int | None = None,
+    policy: str = "leaf",
+    workers: int = 64,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Pool:
+    """Make a pool and open it. All memory is backed before this returns.
+
+    `uri`: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660, ?node=N, ?interleave=0,1.
+    `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4 KiB
+    to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a chain
+    first), lru, fifo, lfu. `workers`: handles that may be open at once, 1 to 64. `replace`: remove a pool of this name
+    that no live worker uses. `progress(done, total)` is called from other threads while memory is backed.
+
+    Raises `InvalidArgument`, `Exists`, `Busy` (replace, but in use), `NoSpace` (with the missing byte count),
+    `PermissionDenied`, `SystemFailure`. On any exception, KeyboardInterrupt included, nothing is left behind.
+    """
+    request = ffi.new("struct kvp_request *")
+    strides = _strides(block)
+    if (size is None) == (blocks is None):
+        raise InvalidArgument("give either size (of the whole pool) or blocks (an exact number)")
+    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 < blocks < 1 << 40):
+        raise InvalidArgument(f"{blocks!r} is not a number of blocks")
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 64:
+        raise InvalidArgument(f"a pool has 1 to 64 workers, not {workers!r}")
+    if policy not in POLICIES:
+        raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
+    request.bytes = 0 if size is None else parse_size(size)
+    request.blocks = blocks or 0
+    request.workers = workers
+    request.classes = len(strides)
+    request.stride = strides + [0] * (8 - len(strides))
+    if replace:
+        _remove_if_there(uri)
+    out = ffi.new("kvp_pool **")
+    try:
+        check(lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
+        total = lib.kvp_pool_mapped(out[0])
+        _populate(out[0], total, threads or min(8, os.cpu_count() or 1), progress)
+        check(lib.kvp_pool_commit(out[0]))
+        return _adopt(out)
+    except BaseException:
+        lib.kvp_pool_free(out[0])
+        raise
+
+
+def _adopt(out: Any) -> Pool:
+    """From here on the garbage collector owns the C handle."""
+    handle = ffi.gc(out[0], lib.kvp_pool_free)
+    out[0] = ffi.NULL
+    return Pool(handle)
+
+
+def _text(uri: str) -> bytes:
+    if not isinstance(uri, str) or "\0" in uri:
+        raise InvalidArgument(f"{uri!r} is not a pool URI: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y")
+    return os.fsencode(uri)
+
+
+def _remove_if_there(uri: str) -> None:
+    from kvpool.bindings import NotFound
+
+    try:
+        remove(uri)
+    except NotFound:
+        pass
+    except InvalidArgument:
+        if not uri.startswith(("memfd:", "hugetlb:")):
+            raise
+
+
+def open(uri: str) -> Pool:
+    """Open a pool that exists, as a new worker.
+
+    Raises `NotFound`, `PermissionDenied`, `NoSlot`; for the image `NotReady`, `Foreign`, `VersionMismatch`,
+    `LayoutMismatch`, `Corrupt`, `Truncated`, `Replaced`; `InvalidArgument` for the URI.
+    """
+    out = ffi.new("kvp_pool **")
+    try:
+        check(lib.kvp_pool_open(_text(uri), out))
+        return _adopt(out)
+    except BaseException:
+        lib.kvp_pool_free(out[0])
+        raise
+
+
+def remove(uri: str, *, force: bool = False) -> None:
+    """Remove a pool for good: its name goes, and handles that are open raise `Replaced` from then on.
+
+    Raises `Busy` while live workers use it, unless `force`; `NotFound`; `Foreign` for a file that is no pool, unless
+    `force`; `InvalidArgument` for memfd: and hugetlb:, which go with their last user.
+    """
+    check(lib.kvp_pool_remove(_text(uri), force))
