@@ -149,10 +149,11 @@ void kvp_copy_out(void *to, const void *pool, uint64_t bytes);
 
 /* ---- crash points: named places where a test kills the process (tests/test_crash.py) ------------------
  * In ordinary builds they are nothing. With -DKVP_CRASH_POINTS, kvp_crash_arm(name, n) makes the n-th pass
- * through `name` a SIGKILL; name "" counts every point. */
+ * through `name` a SIGKILL; name "" counts every point. kvp_crash_visit: call this at each pass, before it counts. */
 #ifdef KVP_CRASH_POINTS
 void kvp_crash_point(const char *name);
 void kvp_crash_arm(const char *name, uint64_t nth);
+void kvp_crash_visit(void (*visit)(const char *name));
 uint64_t kvp_crash_passed(void);
 #define KVP_CRASH_POINT(name) kvp_crash_point(name)
 #else

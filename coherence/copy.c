@@ -79,22 +79,31 @@ void kvp_copy_out(void *to, const void *pool, uint64_t bytes)
 
 static const char *armed_name = "-";
 static uint64_t armed_nth, passed;
+static void (*visitor)(const char *name);
 
 void kvp_crash_arm(const char *name, uint64_t nth)
 {
     armed_name = name, armed_nth = nth, passed = 0;
 }
 
-uint64_t kvp_crash_passed(void)
+void kvp_crash_visit(void (*visit)(const char *name))
 {
-    return passed;
+    visitor = visit;
 }
 
+uint64_t kvp_crash_passed(void)
+{
+    return __atomic_load_n(&passed, __ATOMIC_RELAXED);
+}
+
+/* The keeper passes points as well as the caller: the count is shared between them. */
 void kvp_crash_point(const char *name)
 {
+    if (visitor)
+        visitor(name);
     if (*armed_name && strcmp(armed_name, name) != 0)
         return;
-    if (++passed == armed_nth)
+    if (__atomic_add_fetch(&passed, 1, __ATOMIC_RELAXED) == armed_nth)
         kill(getpid(), SIGKILL);
 }
 #endif

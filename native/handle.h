@@ -113,7 +113,12 @@ struct kvp_pool {
     uint32_t copies;           /* calls between reserve and publish, outside the lock */
     int joined;
     int closed;
+    int borrows;               /* the mapping belongs to another handle: kvp_pool_share */
 };
+
+/* One more worker of this process on the mapping of `pool`, which must be freed after it. For the sanitizers: they
+ * see no race between two mappings of the same memory. NOSLOT, NOSPACE, SYSTEM. */
+int kvp_pool_share(kvp_pool *pool, kvp_pool **out);
 
 /* May this call go on? CLOSED, FORKED, REPLACED. */
 int kvp_enter(kvp_pool *pool);

@@ -252,6 +252,24 @@ int kvp_pool_open(const char *uri, kvp_pool **out)
     return status;
 }
 
+int kvp_pool_share(kvp_pool *from, kvp_pool **out)
+{
+    kvp_pool *pool = new_pool();
+
+    *out = NULL;
+    if (!pool)
+        return KVP_E_NOSPACE;
+    pool->mapping = from->mapping;
+    pool->super = from->super;
+    pool->borrows = 1;
+    int status = open_mapped(pool);
+    if (status)
+        kvp_pool_free(pool);
+    else
+        *out = pool;
+    return status;
+}
+
 /* ---- leave ---- */
 
 int kvp_pool_leave(kvp_pool *pool)
@@ -285,7 +303,8 @@ void kvp_pool_free(kvp_pool *pool)
     kvp_arena_free(&pool->arena);
     for (uint32_t c = 0; c < KVP_CLASSES_MAX; c++)
         free(pool->heap[c].item);
-    kvp_mapping_close(&pool->mapping);
+    if (!pool->borrows)
+        kvp_mapping_close(&pool->mapping);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
 }

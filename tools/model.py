@@ -484,21 +484,38 @@ def _attend(q: Array, prefix: list[Block], k: Block, v: Block, count: int) -> Ar
 
     q [kv_heads, group * count, dim]; a block [2, kv_heads, block_tokens, dim]; k, v [kv_heads,
     tail, dim], the last `count` of them the new tokens, causal. Returns float32 of q's shape.
+
+    Online softmax (M. Milakov and N. Gimelshein, 2018): each block is read where it lies, once,
+    and only the running maximum, sum and output are kept.
     """
-    size = prefix[0].shape[2] if prefix else 0
-    past = size * len(prefix)
-    scores = np.empty((*q.shape[:2], past + k.shape[1]), np.float32)
-    parts = [scores[..., start : start + size] for start in range(0, past, size or 1)]
-    for block, part in zip(prefix, parts, strict=True):
-        np.matmul(q, block[0].swapaxes(1, 2), out=part)
-    np.matmul(q, k.swapaxes(1, 2), out=scores[..., past:])
+    state = _Softmax(q)
+    for block in prefix:
+        state.add(np.matmul(q, block[0].swapaxes(1, 2)), block[1])
+    scores = np.matmul(q, k.swapaxes(1, 2))
     if count > 1:
         future = np.triu(np.full((count, count), -np.inf, np.float32), 1)
         scores.reshape(len(q), -1, count, scores.shape[2])[..., -count:] += future
-    scores -= scores.max(-1, keepdims=True)
-    np.exp(scores, out=scores)
-    out: Array = np.matmul(scores[..., past:], v)
-    for block, part in zip(prefix, parts, strict=True):
-        out += np.matmul(part, block[1])
-    out /= scores.sum(-1, keepdims=True)
-    return out
+    state.add(scores, v)
+    state.out /= state.total
+    return state.out
+
+
+class _Softmax:
+    """Running maximum, sum and weighted output of a softmax whose scores come in parts."""
+
+    def __init__(self, q: Array) -> None:
+        self.out = np.zeros(q.shape, np.float32)
+        self.total = np.zeros((*q.shape[:2], 1), np.float32)
+        self.top = np.full((*q.shape[:2], 1), -np.inf, np.float32)
+
+    def add(self, scores: Array, values: Array) -> None:
+        """Take in scores [heads, rows, n] (overwritten) of values [heads, n, dim]."""
+        top = np.maximum(self.top, scores.max(-1, keepdims=True))
+        shrink = np.exp(self.top - top)
+        scores -= top
+        np.exp(scores, out=scores)
+        self.out *= shrink
+        self.out += np.matmul(scores, values)
+        self.total *= shrink
+        self.total += scores.sum(-1, keepdims=True)
+        self.top = top
