@@ -65,7 +65,7 @@ enum kvp_state { KVP_ABSENT, KVP_FREE, KVP_CACHED, KVP_OWN, KVP_LIVE, KVP_EVICTI
  *   logs     workers x log_records x 32
  *   segments segments x 8
  *   per class: words 8, scores 8, tags 16 a block; hints 1 bit, summary 1 bit per 64 hints
- *   directory (native/)                     homes x 128
+ *   directory (native/)                     homes x (256 + 8)
  *   payload                                 2 MiB-aligned from 32 MiB on, else page-aligned
  */
 struct kvp_class_layout {
@@ -93,7 +93,7 @@ struct kvp_layout {
     uint64_t logs_offset;
     uint64_t segments_offset;
     uint64_t directory_offset;
-    uint64_t directory_homes;  /* of 128 bytes */
+    uint64_t directory_homes;  /* of 16 entries */
     uint64_t payload_offset;
     uint64_t payload_bytes;
     uint64_t reserved1[3];     /* zero */
@@ -169,6 +169,8 @@ struct kvp_arena {
     uint32_t pins_held;        /* pin slots in use */
     /* Called before a dead worker's block is freed: remove what names it. */
     void (*forget)(void *context, uint32_t block);
+    /* Called before a dead worker's eviction is undone: if its names are half removed, remove them. */
+    void (*settle)(void *context, uint32_t block);
     void *context;
 };
 
@@ -206,7 +208,7 @@ uint8_t *kvp_block_data(const struct kvp_arena *arena, uint32_t block);
 /* Pin the longest valid prefix of refs: a pinned block is neither reused nor moved until the last pin goes or
  * this process is known dead. Returns how many are pinned, or RANGE / STALE / PINS if that is none. */
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
-/* Undo one pin of each block. Blocks that this worker has not pinned are left alone. */
+/* Undo one pin of each block. Zeros, and blocks that this worker has not pinned, are left alone. */
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 
 /* ---- segments ---- */

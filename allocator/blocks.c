@@ -35,8 +35,9 @@ static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
         mask |= bits & -bits;
         bits &= bits - 1;
     }
-    for (bits = co_and(&class->hints[at], ~mask) & mask; bits; bits &= bits - 1) {
-        uint32_t number = at * 64 + (uint32_t)__builtin_ctzll(bits);
+    /* From the top, so that the magazine, a stack, gives neighbours out in ascending order. */
+    for (bits = co_and(&class->hints[at], ~mask) & mask; bits; bits ^= 1ull << (63 - __builtin_clzll(bits))) {
+        uint32_t number = at * 64 + 63 - (uint32_t)__builtin_clzll(bits);
         if (number >= class->blocks)
             continue;
         uint64_t word = nc_load(&class->words[number]);
@@ -267,5 +268,8 @@ uint32_t kvp_evict(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint3
         if (free_of_pins)
             numbers[taken++] = number;
     }
+    /* A release store orders what comes before it, not after: without this fence a weakly ordered machine could show
+     * the next tenant's first bytes under the old LIVE, and a read by copy would take them for right. */
+    nc_write_fence();
     return taken;
 }

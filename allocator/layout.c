@@ -5,8 +5,8 @@
 
 enum {
     SUPERBLOCK_BYTES = 4096,
-    HOME_BYTES = 128,
-    HOME_ENTRIES = 8,
+    HOME_BYTES = 256,
+    HOME_ENTRIES = 16, /* and a counter of 8 bytes per home */
     BIG_POOL_BYTES = 32 << 20, /* from here on the payload starts at a huge page */
     SEGMENT_UNIT = 64 << 10,
 };
@@ -67,7 +67,7 @@ static uint64_t place(struct kvp_layout *layout, uint64_t payload)
     at = round_up(at, HOME_BYTES);
     layout->directory_offset = at;
     layout->directory_homes = clamp(round_up(most_blocks * 2, HOME_ENTRIES) / HOME_ENTRIES, 4, UINT32_MAX);
-    at += layout->directory_homes * HOME_BYTES;
+    at += layout->directory_homes * (HOME_BYTES + 8);
     layout->segment_bytes = round_up(clamp(payload / KVP_SEGMENTS_MAX + 1, stride_max * 2, UINT64_MAX), SEGMENT_UNIT);
     layout->segments = (uint32_t)((payload + layout->segment_bytes - 1) / layout->segment_bytes);
     layout->payload_offset = round_up(at, payload >= BIG_POOL_BYTES ? KVP_HUGE_PAGE : KVP_PAGE);

@@ -98,5 +98,6 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
-        withdraw(arena, refs[i]);
+        if (refs[i]) /* 0 is no reference, though its bits would name block 0 */
+            withdraw(arena, refs[i]);
 }

@@ -27,8 +27,10 @@ static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64
 {
     struct kvp_class *class = &arena->class[c];
 
-    if (kvp_word_state(word) == KVP_EVICTING) /* the payload is untouched: OWN is stored before the first new byte */
+    if (kvp_word_state(word) == KVP_EVICTING) { /* the payload is untouched: OWN is stored before the first new byte */
+        arena->settle(arena->context, kvp_block(c, number));
         return nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_LIVE)), 0;
+    }
     arena->forget(arena->context, kvp_block(c, number));
     KVP_CRASH_POINT("recover.forgotten");
     /* A new generation: the dead may have shown a reference to the publication that it did not finish. */

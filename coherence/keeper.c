@@ -172,6 +172,10 @@ static struct robust *make_robust(const struct kvp_keeper *keeper)
     return robust;
 }
 
+/* The kernel reads list and pending word of a thread that was killed between any two instructions: what the compiler
+ * emits must keep the order of the text. */
+#define in_this_order() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+
 /* Take a lock that is free or whose holder is dead. */
 static int take(struct kvp_keeper *keeper, uint32_t number, uint32_t seen)
 {
@@ -184,10 +188,30 @@ static int take(struct kvp_keeper *keeper, uint32_t number, uint32_t seen)
     KVP_CRASH_POINT("join.taken");
     if (taken) {
         node->next = robust->head.list.next;
+        in_this_order();
         robust->head.list.next = node;
+        in_this_order();
     }
     robust->head.list_op_pending = NULL;
     return taken;
+}
+
+/* The lock of a dead worker as `take` needs it, 0 if it cannot be had. After a reboot no kernel has marked it: we do,
+ * and then take the old boot id away, before anybody takes the lock. So who sees an old boot id has seen the lock of
+ * the old life, and its CAS fails once somebody has a new one. */
+static uint32_t lock_of_dead(struct kvp_slot *slot)
+{
+    uint32_t seen = co_load32(&slot->lock);
+    uint64_t boot = co_load(&slot->boot);
+
+    if (seen == 0 || boot == 0 || boot == kvp_boot_id())
+        return seen & FUTEX_OWNER_DIED ? seen : 0;
+    if (!(seen & FUTEX_OWNER_DIED)) {
+        if (!co_cas32(&slot->lock, &seen, seen | FUTEX_OWNER_DIED))
+            return 0;
+        seen |= FUTEX_OWNER_DIED;
+    }
+    return co_cas(&slot->boot, &boot, 0), seen;
 }
 
 static void futex_wake(co_u32 *word)
@@ -203,6 +227,7 @@ static void give(struct kvp_keeper *keeper, uint32_t number)
 
     co_store(&slot->boot, 0);
     robust->head.list_op_pending = node;
+    in_this_order();
     while (*link != node)
         link = &(*link)->next;
     *link = node->next;
@@ -236,8 +261,8 @@ static int join(struct kvp_keeper *keeper)
             return KVP_OK;
         }
     for (uint32_t i = 0; i < keeper->workers; i++) {
-        uint32_t seen = co_load32(&keeper->slots[i].lock);
-        if (!kvp_worker_dead(&keeper->slots[i]) || !take(keeper, i, seen))
+        uint32_t seen = lock_of_dead(&keeper->slots[i]);
+        if (!seen || !take(keeper, i, seen))
             continue;
         keeper->on_death(keeper->context, i);
         introduce(keeper, i);
@@ -275,8 +300,8 @@ static void wait_for_news(struct kvp_keeper *keeper)
 static void look_around(struct kvp_keeper *keeper)
 {
     for (uint32_t i = 0; i < keeper->workers; i++) {
-        uint32_t seen = co_load32(&keeper->slots[i].lock);
-        if (i == keeper->self || !kvp_worker_dead(&keeper->slots[i]) || !take(keeper, i, seen))
+        uint32_t seen = i == keeper->self ? 0 : lock_of_dead(&keeper->slots[i]);
+        if (!seen || !take(keeper, i, seen))
             continue;
         keeper->on_death(keeper->context, i);
         give(keeper, i);

@@ -522,7 +522,11 @@ static int64_t put_batch(kvp_pool *pool, uint32_t c, const uint8_t *keys, uint32
     int64_t status = kvp_reserve(pool, c, count, numbers);
     for (uint32_t i = 0; i < count && status == KVP_OK; i++)
         status = kvp_fill(pool, c, numbers[i], from[which[i]], bytes);
-    return status ? status : kvp_publish(pool, c, numbers, wanted, count, refs);
+    if (status == KVP_OK)
+        status = kvp_publish(pool, c, numbers, wanted, count, refs);
+    if (status < 0)
+        kvp_withdraw(pool, c, numbers, count); /* a zero key, or closed meanwhile: nothing stays reserved */
+    return status;
 }
 
 int64_t kvp_put(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const void *const *from, uint64_t bytes)

@@ -10,18 +10,37 @@
 
 enum { AHEAD = 16 };
 
-static uint64_t home_index(uint32_t hint, uint64_t homes)
+static uint64_t scale(uint32_t hash, uint64_t homes)
 {
-    return (uint64_t)hint * homes >> 32;
+    return (uint64_t)hash * homes >> 32;
 }
 
-/* The i-th of the four homes of a key: two by group, two by its own digest. */
-static struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key *key, int i)
+static uint64_t first_home(const kvp_pool *pool, const struct kvp_key *key)
 {
-    uint32_t hint = i < 2 ? (uint32_t)key->low : (uint32_t)(key->high * 0x9e3779b97f4a7c15u >> 32);
-    uint64_t index = home_index(hint, pool->homes) + (uint64_t)(i & 1);
+    return scale((uint32_t)key->low, pool->homes);
+}
 
-    return pool->directory + (index < pool->homes ? index : index - pool->homes) * KVP_HOME_ENTRIES;
+/* The i-th home of a key: two of its group, then those from its own digest on. */
+static struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key *key, uint64_t i)
+{
+    uint64_t index;
+
+    if (i == 0)
+        index = first_home(pool, key);
+    else if (i == 1)
+        index = scale((uint32_t)key->low * 0x9e3779b1u, pool->homes);
+    else
+        index = (scale((uint32_t)(key->high * 0x9e3779b97f4a7c15u >> 32), pool->homes) + i - KVP_GROUP_HOMES) % pool->homes;
+    return pool->directory + index * KVP_HOME_ENTRIES;
+}
+
+/* How many homes a search for this key looks at. */
+static uint64_t homes_of(const kvp_pool *pool, const struct kvp_key *key)
+{
+    if (co_load(&pool->spilled[first_home(pool, key)]) == 0)
+        return KVP_GROUP_HOMES;
+    uint64_t depth = co_load(&pool->super->depth);
+    return KVP_GROUP_HOMES + (depth < KVP_DEPTH_MAX ? depth : KVP_DEPTH_MAX);
 }
 
 static enum kvp_entry_state entry_state(uint64_t value)
@@ -55,7 +74,9 @@ static int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
 
 static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
 {
-    for (int i = 0; i < KVP_HOMES; i++) {
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++) {
         const struct kvp_entry *entry = home(pool, key, i);
         for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
             if (co_load(&entry[j].tag) != key->high)
@@ -68,25 +89,29 @@ static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key
     return 0;
 }
 
-/* A reference that the first home offers, unverified; 0 if it has none. */
+/* A reference that the group's homes offer, unverified; 0 if they have none. */
 static uint64_t guess(const kvp_pool *pool, const struct kvp_key *key)
 {
-    const struct kvp_entry *entry = home(pool, key, 0);
-
-    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
-        if (co_load_relaxed(&entry[j].tag) == key->high)
-            return co_load_relaxed(&entry[j].value) & KVP_REF_MASK;
+    for (uint64_t i = 0; i < KVP_GROUP_HOMES; i++) {
+        const struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+            if (co_load_relaxed(&entry[j].tag) == key->high)
+                return co_load_relaxed(&entry[j].value) & KVP_REF_MASK;
+    }
     return 0;
 }
 
+/* Neighbours of a group share their home: its lines are asked for once. */
 static void prefetch_home(const kvp_pool *pool, const void *keys, uint32_t i, uint32_t n)
 {
     if (i >= n)
         return;
     struct kvp_key key = kvp_key_at(keys, i);
+    if (i && (uint32_t)kvp_key_at(keys, i - 1).low == (uint32_t)key.low)
+        return;
     const struct kvp_entry *entry = home(pool, &key, 0);
-    kvp_prefetch(entry);
-    kvp_prefetch(entry + 4);
+    for (int j = 0; j < KVP_HOME_ENTRIES; j += KVP_LINE / sizeof *entry)
+        kvp_prefetch(entry + j);
 }
 
 static void prefetch_block(const kvp_pool *pool, uint64_t ref)
@@ -129,16 +154,17 @@ uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, 
 
 /* ---- entering ---- */
 
-/* Does a rival entry name the same key, by a block that is whole or being made so by a live worker? */
-static int is_rival(const kvp_pool *pool, uint64_t value, const struct kvp_key *key)
+/* Does a rival entry name the same key in class c, by a block that is whole or being made so by a live worker?
+ * Each class is a key space of its own. */
+static int is_rival(const kvp_pool *pool, uint32_t c, uint64_t value, const struct kvp_key *key)
 {
     uint64_t ref = value & KVP_REF_MASK;
     const struct kvp_arena *arena = &pool->arena;
 
     if (value == 0 || entry_state(value) == KVP_ENTRY_ABORTED || !block_exists(pool, ref) ||
-        !tag_is(pool, (uint32_t)ref, key))
+        kvp_block_class((uint32_t)ref) != c || !tag_is(pool, (uint32_t)ref, key))
         return 0;
-    uint64_t word = nc_load(&arena->class[kvp_block_class((uint32_t)ref)].words[kvp_block_number((uint32_t)ref)]);
+    uint64_t word = nc_load(&arena->class[c].words[kvp_block_number((uint32_t)ref)]);
     uint64_t generation = kvp_word_generation(word);
     if (kvp_word_state(word) == KVP_OWN && kvp_word_who(word) < arena->layout.workers)
         return kvp_ref((uint32_t)ref, generation + 1) == ref && !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
@@ -146,67 +172,150 @@ static int is_rival(const kvp_pool *pool, uint64_t value, const struct kvp_key *
            kvp_ref((uint32_t)ref, generation) == ref;
 }
 
-/* After our entry is visible: 1 if it may be committed. */
-static int contend(kvp_pool *pool, const struct kvp_entry *mine, const struct kvp_key *key)
+/* One home's share of contend: 0 if a rival wins. */
+static int contend_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_entry *mine, const struct kvp_key *key)
 {
-    for (int i = 0; i < KVP_HOMES; i++) {
-        struct kvp_entry *entry = home(pool, key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-            if (&entry[j] == mine || co_load(&entry[j].tag) != key->high)
-                continue;
-            uint64_t value = co_load(&entry[j].value);
-            if (!is_rival(pool, value, key))
-                continue;
-            if (entry_state(value) == KVP_ENTRY_COMMITTED || &entry[j] < mine)
-                return 0;
-            uint64_t aborted = (value & KVP_REF_MASK) | (uint64_t)KVP_ENTRY_ABORTED << 62;
-            if (!co_cas(&entry[j].value, &value, aborted) && is_rival(pool, value, key))
-                return 0; /* it was committed in between */
-        }
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+        if (&entry[j] == mine || co_load(&entry[j].tag) != key->high)
+            continue;
+        uint64_t value = co_load(&entry[j].value);
+        if (!is_rival(pool, c, value, key))
+            continue;
+        if (entry_state(value) == KVP_ENTRY_COMMITTED || &entry[j] < mine)
+            return 0;
+        uint64_t aborted = (value & KVP_REF_MASK) | (uint64_t)KVP_ENTRY_ABORTED << 62;
+        if (!co_cas(&entry[j].value, &value, aborted) && is_rival(pool, c, value, key))
+            return 0; /* it was committed in between */
     }
     return 1;
 }
 
-/* 1: an earlier entry of this key stands; 0: none, and *empty is the first free place (NULL: none). */
-static int scan(kvp_pool *pool, const struct kvp_key *key, struct kvp_entry **empty)
+/* After our entry is visible: 1 if it may be committed. */
+static int contend(kvp_pool *pool, uint32_t c, const struct kvp_entry *mine, const struct kvp_key *key)
 {
-    *empty = NULL;
-    for (int i = 0; i < KVP_HOMES; i++) {
-        struct kvp_entry *entry = home(pool, key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-            uint64_t value = co_load(&entry[j].value);
-            if (value == 0 && !*empty)
-                *empty = &entry[j];
-            if (entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry[j].tag) == key->high &&
-                is_rival(pool, value, key))
-                return 1;
-        }
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++)
+        if (!contend_in(pool, c, home(pool, key, i), mine, key))
+            return 0;
+    return 1;
+}
+
+static struct kvp_entry *empty_in(struct kvp_entry *entry)
+{
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        if (co_load(&entry[j].value) == 0)
+            return &entry[j];
+    return NULL;
+}
+
+static int stands_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_key *key)
+{
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+        uint64_t value = co_load(&entry[j].value);
+        if (entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry[j].tag) == key->high && is_rival(pool, c, value, key))
+            return 1;
     }
     return 0;
 }
 
+/* 1: an earlier entry of this key stands; 0: none, and *empty is the first free place (NULL: none), in home *at. */
+static int scan(kvp_pool *pool, uint32_t c, const struct kvp_key *key, struct kvp_entry **empty, uint64_t *at)
+{
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++)
+        if (stands_in(pool, c, home(pool, key, i), key))
+            return 1;
+    *empty = NULL;
+    for (*at = 0; *at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; ++*at)
+        if ((*empty = empty_in(home(pool, key, *at))))
+            break;
+    return 0;
+}
+
+/* Is this home none of the two of the key's group? In a small directory the homes from the digest on meet those. */
+static int is_far(const kvp_pool *pool, const struct kvp_key *key, uint64_t at)
+{
+    const struct kvp_entry *entry = home(pool, key, at);
+
+    return entry != home(pool, key, 0) && entry != home(pool, key, 1);
+}
+
+/* Before an entry appears beyond the homes of its group: searches must look there. A death after this leaves the
+ * counter too high, which costs time and loses nothing. */
+static void announce_spill(kvp_pool *pool, const struct kvp_key *key, uint64_t at)
+{
+    uint64_t depth = co_load(&pool->super->depth), needed = at - KVP_GROUP_HOMES + 1;
+
+    while (depth < needed && !co_cas(&pool->super->depth, &depth, needed))
+        ;
+    co_add(&pool->spilled[first_home(pool, key)], 1);
+    KVP_CRASH_POINT("insert.spilled");
+}
+
+static void unspill(kvp_pool *pool, const struct kvp_key *key, uint64_t at)
+{
+    if (is_far(pool, key, at))
+        co_add(&pool->spilled[first_home(pool, key)], -(uint64_t)1);
+}
+
+/* Put a PENDING entry somewhere: NULL and *result if an earlier one stands (0) or there is no room (-1). */
+static struct kvp_entry *claim_entry(kvp_pool *pool, const struct kvp_key *key, uint64_t pending, uint64_t *at, int *result)
+{
+    uint32_t c = kvp_block_class((uint32_t)pending);
+
+    for (;;) {
+        struct kvp_entry *entry;
+        uint64_t empty = 0;
+        *result = 0;
+        if (scan(pool, c, key, &entry, at))
+            return NULL;
+        *result = -1;
+        if (!entry)
+            return NULL;
+        if (is_far(pool, key, *at))
+            announce_spill(pool, key, *at);
+        if (co_cas(&entry->value, &empty, pending))
+            return entry;
+        unspill(pool, key, *at);
+    }
+}
+
 int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
-    struct kvp_entry *mine;
-    uint64_t empty, pending = ref | (uint64_t)KVP_ENTRY_PENDING << 62;
+    uint64_t at, pending = ref | (uint64_t)KVP_ENTRY_PENDING << 62;
+    int result;
+    struct kvp_entry *mine = claim_entry(pool, key, pending, &at, &result);
 
-    do {
-        if (scan(pool, key, &mine))
-            return 0;
-        if (!mine)
-            return -1;
-        empty = 0;
-    } while (!co_cas(&mine->value, &empty, pending));
+    if (!mine)
+        return result;
     KVP_CRASH_POINT("insert.claimed");
     co_store(&mine->tag, key->high);
     nc_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
-    int won = contend(pool, mine, key);
+    int won = contend(pool, kvp_block_class((uint32_t)ref), mine, key);
     KVP_CRASH_POINT("insert.contended");
     uint64_t seen = pending;
     if (won && co_cas(&mine->value, &seen, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62))
         return 1;
     co_store(&mine->value, 0);
+    unspill(pool, key, at);
     return 0;
+}
+
+static void forget_in(kvp_pool *pool, const struct kvp_key *key, uint64_t at, uint32_t block)
+{
+    struct kvp_entry *entry = home(pool, key, at);
+
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+        /* Not by the entry's tag: a writer that died had perhaps not stored it yet. */
+        uint64_t value = co_load(&entry[j].value);
+        while (value != 0 && (uint32_t)value == block)
+            if (co_cas(&entry[j].value, &value, 0)) {
+                unspill(pool, key, at);
+                break;
+            }
+    }
 }
 
 void kvp_directory_forget(kvp_pool *pool, uint32_t block)
@@ -216,25 +325,19 @@ void kvp_directory_forget(kvp_pool *pool, uint32_t block)
 
     if (key.low == 0 && key.high == 0)
         return;
-    for (int i = 0; i < KVP_HOMES; i++) {
-        struct kvp_entry *entry = home(pool, &key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-            /* Not by the entry's tag: a writer that died had perhaps not stored it yet. */
-            uint64_t value = co_load(&entry[j].value);
-            while (value != 0 && (uint32_t)value == block && !co_cas(&entry[j].value, &value, 0))
-                ;
-        }
-    }
+    uint64_t homes = homes_of(pool, &key);
+    for (uint64_t i = homes; i-- > 0;) /* the far ones first: unspill may hide them */
+        forget_in(pool, &key, i, block);
     KVP_CRASH_POINT("forget.unlinked");
     co_store(&tag->low, 0); /* only now: a recovery of our recovery must still find the entries */
     co_store(&tag->high, 0);
 }
 
-/* ---- checking ---- */
-
 static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
-    for (int i = 0; i < KVP_HOMES; i++) {
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++) {
         const struct kvp_entry *entry = home(pool, key, i);
         for (int j = 0; j < KVP_HOME_ENTRIES; j++)
             if ((co_load(&entry[j].value) & KVP_REF_MASK) == ref && co_load(&entry[j].tag) == key->high)
@@ -242,6 +345,21 @@ static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t re
     }
     return 0;
 }
+
+void kvp_directory_settle(kvp_pool *pool, uint32_t block)
+{
+    struct kvp_class *class = &pool->arena.class[kvp_block_class(block)];
+    struct kvp_tag *tag = &class->tags[kvp_block_number(block)];
+    struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
+    uint64_t generation = kvp_word_generation(nc_load(&class->words[kvp_block_number(block)]));
+
+    if (is_named(pool, &key, kvp_ref(block, generation)))
+        return;
+    co_store(&tag->low, 0);
+    co_store(&tag->high, 0);
+}
+
+/* ---- checking ---- */
 
 /* Every LIVE block with a tag is found under it. */
 static void check_block(kvp_pool *pool, uint32_t c, uint32_t number, struct kvp_check *check)
@@ -255,8 +373,19 @@ static void check_block(kvp_pool *pool, uint32_t c, uint32_t number, struct kvp_
     uint64_t ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
     if (key.low == 0 && key.high == 0)
         check->unlinked++;
-    else if (!is_named(pool, &key, ref) && nc_load(&class->words[number]) == word)
+    else if (!is_named(pool, &key, ref) && tag_is(pool, (uint32_t)ref, &key) && nc_load(&class->words[number]) == word)
         kvp_check_fail(check, kvp_block(c, number), "class %u, block %u: readable, but no entry names it", c, number);
+}
+
+/* Is a live worker between two steps with this block: not yet published, or evicted and not yet forgotten? */
+static int is_in_work(const kvp_pool *pool, uint64_t ref)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    uint64_t word = nc_load(&arena->class[kvp_block_class((uint32_t)ref)].words[kvp_block_number((uint32_t)ref)]);
+    enum kvp_state state = kvp_word_state(word);
+
+    return (state == KVP_OWN || state == KVP_EVICTING) && kvp_word_who(word) < arena->layout.workers &&
+           !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
 }
 
 /* Every entry names a publication, present or in the making, whose tag agrees, and no key has two. */
@@ -275,7 +404,7 @@ static void check_entry(kvp_pool *pool, struct kvp_entry *entry, struct kvp_chec
     const struct kvp_tag *tag = &pool->arena.class[c].tags[number];
     struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
     if (!kvp_ref_live(&pool->arena, ref)) {
-        if (!is_rival(pool, value, &key) && entry_state(value) != KVP_ENTRY_ABORTED && co_load(&entry->value) == value)
+        if (!is_in_work(pool, ref) && entry_state(value) != KVP_ENTRY_ABORTED && co_load(&entry->value) == value)
             kvp_check_fail(check, (uint32_t)ref, "an entry names class %u, block %u, which is not published", c, number);
         return;
     }

@@ -27,6 +27,8 @@ struct kvp_superblock {
     uint8_t pad1[56];
     co_u64 clock;              /* logical time of accesses and publications, for the policies */
     uint8_t pad2[56];
+    co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
+    uint8_t pad3[56];
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
@@ -34,9 +36,11 @@ _Static_assert(offsetof(struct kvp_superblock, clock) == 1088, "the clock is con
 _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
 
 /* ---- directory ---------------------------------------------------------------------------------------
- * Homes of 8 entries. A key may stand in four homes: two chosen by its group (8 consecutive chain positions
- * share them, so a chain is found with few line loads) and two by its own digest (for a group with more
- * children than its homes hold). No tombstones: a search always ends after four homes.
+ * Homes of 16 entries, 256 bytes. A key stands in one of the two homes of its group (8 consecutive chain positions
+ * share them, so a chain is found with few line loads); where both are full, in one of the homes that follow the
+ * home of its own digest. `spilled` counts such keys per first group home, never too few: while it is 0 a search ends
+ * after two homes. `depth` is how far any key has ever been put from the home of its digest: where it ends otherwise.
+ * So deletion needs no tombstones.
  *
  * An entry is a hint: it counts only if its block's word is LIVE with the same generation and the block's
  * tag is the whole key.
@@ -45,7 +49,7 @@ struct kvp_entry {
     co_u64 tag;    /* high half of the key */
     co_u64 value;  /* 0, or state << 62 | reference */
 };
-enum { KVP_HOME_ENTRIES = 8, KVP_HOMES = 4 };
+enum { KVP_HOME_ENTRIES = 16, KVP_GROUP_HOMES = 2, KVP_DEPTH_MAX = 32 };
 enum kvp_entry_state { KVP_ENTRY_EMPTY, KVP_ENTRY_PENDING, KVP_ENTRY_COMMITTED, KVP_ENTRY_ABORTED };
 #define KVP_REF_MASK ((1ull << 62) - 1)
 
@@ -100,11 +104,12 @@ struct kvp_pool {
     struct kvp_arena arena;
     struct kvp_keeper keeper;
     struct kvp_entry *directory;
+    co_u64 *spilled;           /* per home */
     uint64_t homes;
     const struct kvp_policy *policy;
     struct kvp_heap heap[KVP_CLASSES_MAX];
     uint64_t clock_seen;       /* the clock after our last use of it: others' publications show as a gap */
-    int foreign;               /* others have published since the heaps were built */
+    uint32_t foreign;          /* classes, a bit each, in which others have published since the heap was built */
     uint32_t evictions;        /* since a segment was last tried to be taken from another class */
     uint64_t log_sequence;     /* of our last record */
     pthread_mutex_t lock;      /* private: arena, heaps, log */
@@ -144,6 +149,8 @@ static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
 /* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */
 int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
+/* Finish a removal that died between the entries and the tag: take the tag away if no entry names the block. */
+void kvp_directory_settle(kvp_pool *pool, uint32_t block);
 /* Remove every entry that names this block under its tag, and the tag. The caller owns or holds the block. */
 void kvp_directory_forget(kvp_pool *pool, uint32_t block);
 void kvp_directory_check(kvp_pool *pool, struct kvp_check *check);

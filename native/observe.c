@@ -117,9 +117,11 @@ int64_t kvp_events(kvp_pool *pool, uint32_t worker, uint64_t *position, struct k
         if (read == 0)
             break;
         if (read < 0) { /* lapped: go on with the oldest that is surely whole */
-            uint64_t oldest = newest - layout->log_records + 1;
-            *lost += oldest > *position ? oldest - *position : 0;
-            *position = oldest > *position ? oldest : *position + 1;
+            uint64_t next = newest >= layout->log_records ? newest - layout->log_records + 1 : 0;
+            if (next <= *position)
+                next = *position + 1; /* a damaged header: this record alone is lost */
+            *lost += next - *position;
+            *position = next;
             continue;
         }
         ++*position;

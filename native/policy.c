@@ -57,7 +57,7 @@ uint64_t kvp_stamps(kvp_pool *pool, uint32_t n)
     uint64_t first = co_add(&pool->super->clock, n);
 
     if (first != pool->clock_seen)
-        pool->foreign = 1;
+        pool->foreign = UINT32_MAX;
     pool->clock_seen = first + n;
     return first;
 }
@@ -112,6 +112,23 @@ static void drop_top(struct kvp_heap *heap)
         sift_down(heap, 0);
 }
 
+/* Note in every class that others have published. */
+static void look_at_clock(kvp_pool *pool)
+{
+    uint64_t clock = co_load(&pool->super->clock);
+
+    if (clock != pool->clock_seen)
+        pool->foreign = UINT32_MAX;
+    pool->clock_seen = clock;
+}
+
+static int is_others(const kvp_pool *pool, uint64_t word)
+{
+    enum kvp_state state = kvp_word_state(word);
+
+    return (state == KVP_OWN || state == KVP_EVICTING) && kvp_word_who(word) != pool->arena.self;
+}
+
 static int build(kvp_pool *pool, uint32_t c)
 {
     struct kvp_class *class = &pool->arena.class[c];
@@ -123,11 +140,17 @@ static int build(kvp_pool *pool, uint32_t c)
         if (!heap->item)
             return 0;
     }
-    heap->built = pool->clock_seen = co_load(&pool->super->clock);
+    look_at_clock(pool);
+    pool->foreign &= ~(1u << c);
+    heap->built = pool->clock_seen;
     heap->count = heap->pops = heap->aside = 0;
-    for (uint32_t number = 0; number < class->blocks; number++)
-        if (kvp_word_state(nc_load(&class->words[number])) == KVP_LIVE)
+    for (uint32_t number = 0; number < class->blocks; number++) {
+        uint64_t word = nc_load(&class->words[number]);
+        if (kvp_word_state(word) == KVP_LIVE)
             heap->item[heap->count++] = (struct kvp_candidate){co_load_relaxed(&class->scores[number]), number};
+        else if (is_others(pool, word))
+            pool->foreign |= 1u << c; /* its clock may be behind us already, and it will be LIVE: look again */
+    }
     for (uint32_t at = heap->count / 2; at-- > 0;)
         sift_down(heap, at);
     return 1;
@@ -163,26 +186,25 @@ void kvp_candidates_back(kvp_pool *pool, uint32_t c)
     }
 }
 
-static int others_published(kvp_pool *pool)
+static int others_published(kvp_pool *pool, uint32_t c)
 {
-    if (co_load(&pool->super->clock) != pool->clock_seen)
-        pool->foreign = 1;
-    return pool->foreign;
+    look_at_clock(pool);
+    return pool->foreign >> c & 1;
 }
 
 int kvp_candidates_renew(kvp_pool *pool, uint32_t c)
 {
-    if (!others_published(pool))
-        return 0;
-    pool->foreign = 0;
-    return build(pool, c);
+    return others_published(pool, c) && build(pool, c);
 }
 
 /* Blocks that others published are not in our heap. Their scores are at least that of a block published when it
  * was built: below that the heap is exact, above it is built again, but not for every few victims. */
-static int is_outdated(kvp_pool *pool, const struct kvp_heap *heap, uint32_t blocks)
+static int is_outdated(kvp_pool *pool, uint32_t c)
 {
-    if (heap->aside || !others_published(pool))
+    const struct kvp_heap *heap = &pool->heap[c];
+    uint32_t blocks = pool->arena.class[c].blocks;
+
+    if (heap->aside || !others_published(pool, c))
         return 0;
     return heap->count == 0 || (heap->item[0].score > pool->policy->admit(heap->built) && heap->pops > blocks / 16);
 }
@@ -195,7 +217,7 @@ uint32_t kvp_victims(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
 
     if (!heap->item && !build(pool, c))
         return 0;
-    if (is_outdated(pool, heap, class->blocks))
+    if (is_outdated(pool, c))
         kvp_candidates_renew(pool, c);
     while (found < n && heap->count) {
         struct kvp_candidate *top = &heap->item[0];

@@ -45,6 +45,11 @@ static void forget(void *context, uint32_t block)
     kvp_directory_forget(context, block);
 }
 
+static void settle(void *context, uint32_t block)
+{
+    kvp_directory_settle(context, block);
+}
+
 static uint64_t monotonic_ns(void)
 {
     struct timespec now;
@@ -65,10 +70,11 @@ static void on_death(void *context, uint32_t dead)
     uint64_t freed = kvp_recover(&pool->arena, dead);
     if (pool->keeper.self == KVP_NO_WORKER)
         return; /* we are joining: the slot is to be ours */
+    uint64_t end = monotonic_ns();
+    kvp_lock(pool); /* join() holds it until we know which slot, and which log, is ours */
     kvp_count(pool, KVP_COUNT_RECOVERIES, 1);
     kvp_count(pool, KVP_COUNT_RECOVERED, freed);
-    kvp_count(pool, KVP_COUNT_RECOVERY_NS, monotonic_ns() - start);
-    kvp_lock(pool);
+    kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
     kvp_log_event(pool, 3, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
 }
@@ -99,9 +105,11 @@ static int attach(kvp_pool *pool)
     if (status)
         return status;
     pool->arena.forget = forget;
+    pool->arena.settle = settle;
     pool->arena.context = pool;
     pool->directory = (struct kvp_entry *)(void *)(pool->mapping.base + pool->arena.layout.directory_offset);
     pool->homes = pool->arena.layout.directory_homes;
+    pool->spilled = (co_u64 *)(void *)(pool->directory + pool->homes * KVP_HOME_ENTRIES);
     return KVP_OK;
 }
 
@@ -109,10 +117,12 @@ static int join(kvp_pool *pool)
 {
     pool->keeper = (struct kvp_keeper){.slots = pool->arena.slots, .workers = pool->arena.layout.workers,
                                        .context = pool, .on_death = on_death, .on_tick = on_tick};
-    int status = kvp_keeper_start(&pool->keeper);
-    if (status)
-        return status;
     kvp_lock(pool);
+    int status = kvp_keeper_start(&pool->keeper);
+    if (status) {
+        kvp_unlock(pool);
+        return status;
+    }
     pool->arena.self = pool->keeper.self;
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(pool->arena.logs + (uint64_t)pool->arena.self * pool->arena.layout.log_records,
@@ -229,7 +239,7 @@ static int open_mapped(kvp_pool *pool)
     if ((status = attach(pool)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
-        pool->foreign = 1;
+        pool->foreign = UINT32_MAX;
     return status;
 }
 
@@ -323,7 +333,7 @@ int kvp_pool_remove(const char *uri, int force)
     struct kvp_mapping mapping;
     int status = kvp_mapping_open(uri, &mapping);
 
-    if (status == KVP_E_TRUNCATED)
+    if (status == KVP_E_TRUNCATED && force) /* too short to say what it is: perhaps a file of somebody's own */
         return kvp_mapping_unlink(uri);
     if (status)
         return status;

@@ -59,6 +59,7 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
     super->layout = *layout;
     super->checksum = checksum(super);
     co_store(&super->clock, 1);
+    co_store(&super->depth, 0);
     co_store(&super->life, incarnation << 1);
 }
 

@@ -42,8 +42,8 @@ def patiently(attempt: Callable[[], T], timeout: float | None) -> T:
 class Namespace:
     """What one identity and tenant sees of a pool. Thread-safe; cheap to make; holds no state in the pool.
 
-    Made by `Pool.namespace`. All its blocks are of one class. Two namespaces share blocks exactly if identity and tenant
-    are equal, in whatever process they were made.
+    Made by `Pool.namespace`. Two namespaces share blocks exactly if identity, tenant and block class are equal, in whatever
+    process they were made.
     """
 
     def __init__(self, pool: Pool, identity: Identity, tenant: str, block_class: int) -> None:

@@ -1,0 +1,674 @@
+/* bench_core.c -- the nanosecond rows of `kvpool bench core`, and operation counts for tests/test_bench.py.
+ *
+ *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs
+ *   bench_core growth         one count a line: operation, what grew, how many, basic blocks executed
+ *
+ * The bench compiles this with the C core when a source tree and a compiler are there. Every bound is sampled in turn
+ * with what it bounds, and both are medians. Counts need the core compiled with -fsanitize-coverage=trace-pc.
+ */
+#define _GNU_SOURCE
+#include "native/handle.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    CHAIN = 1024,         /* keys of one match: 16,384 tokens */
+    TOKENS = 16,          /* a block */
+    PAIRS = 1000,         /* alloc+free pairs a sample */
+    BURST = 2048,
+    AHEAD = 32,           /* lines prefetched ahead in the bound of a match */
+    TURN = 16,            /* samples of one kind before the next kind has its turn */
+    COLD_BYTES = 96 << 20,
+    SAMPLES_MAX = 2048,
+    WORKERS = 4,
+    WAIT_S = 5,
+};
+
+static volatile uint64_t sink;
+
+/* ---- small things ---- */
+
+static void fail(const char *what)
+{
+    fprintf(stderr, "bench_core: %s: %s\n", what, kvp_error_detail());
+    exit(1);
+}
+
+static int64_t must(int64_t result, const char *what)
+{
+    if (result < 0)
+        fail(what);
+    return result;
+}
+
+static void *memory(size_t bytes)
+{
+    void *made = malloc(bytes);
+
+    if (!made)
+        fail("no memory");
+    memset(made, 1, bytes);
+    return made;
+}
+
+static double now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e9 + (double)now.tv_nsec;
+}
+
+static uint64_t random_next(void)
+{
+    static uint64_t state = 1;
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static double median(double *samples, uint32_t n)
+{
+    qsort(samples, n, sizeof *samples, ascending);
+    return samples[n / 2];
+}
+
+static void row(const char *name, const char *unit, double measured, double bound)
+{
+    printf("%s\t%s\t%.4f\t%.4f\n", name, unit, measured, bound);
+}
+
+/* ---- a pool full of chains ---- */
+
+struct world {
+    kvp_pool *pool;
+    uint8_t *keys;
+    uint32_t chains;
+    uint32_t *whole;       /* chains without a hole: the directory may have had no room for a key */
+    uint32_t whole_count;
+    uint64_t refs[CHAIN];
+};
+
+/* Not a good hash, but a spread: the driver links no other library. */
+static struct kvp_digest spread(const void *data, size_t bytes, const void *secret, size_t secret_bytes)
+{
+    struct kvp_digest digest = {secret_bytes, *(const uint8_t *)secret};
+
+    for (size_t i = 0; i + 8 <= bytes; i += 8) {
+        uint64_t word;
+        memcpy(&word, (const uint8_t *)data + i, 8);
+        digest.low = (digest.low ^ word) * 0x9e3779b97f4a7c15u;
+        digest.low ^= digest.low >> 32;
+        digest.high = (digest.high + digest.low) * 0xbf58476d1ce4e5b9u;
+        digest.high ^= digest.high >> 29;
+    }
+    return digest;
+}
+
+static void make_chain(uint8_t *keys)
+{
+    static uint32_t tokens[CHAIN * TOKENS];
+    static const uint8_t secret[KVP_SECRET_BYTES] = {1};
+    struct kvp_chain chain = {0, 0, 0, 0};
+
+    for (uint32_t i = 0; i < CHAIN * TOKENS; i++)
+        tokens[i] = (uint32_t)random_next();
+    must(kvp_keys(spread, secret, tokens, CHAIN, TOKENS, &chain, keys), "kvp_keys");
+}
+
+static kvp_pool *make_pool(uint64_t blocks)
+{
+    struct kvp_request request = {.blocks = blocks, .workers = WORKERS, .classes = 1, .stride = {KVP_STRIDE_MIN}};
+    kvp_pool *pool;
+
+    must(kvp_pool_create("memfd:", &request, "leaf", &pool), "kvp_pool_create");
+    return pool;
+}
+
+/* Some blocks stay free, so that reserving evicts nothing. */
+static struct world *make_world(uint64_t blocks)
+{
+    struct world *world = memory(sizeof *world);
+
+    world->pool = make_pool(blocks);
+    world->chains = (uint32_t)((blocks - blocks / 64) / CHAIN);
+    world->whole = memory(world->chains * sizeof *world->whole);
+    world->keys = memory((size_t)world->chains * CHAIN * KVP_KEY_BYTES);
+    for (uint32_t i = 0; i < world->chains; i++)
+        make_chain(world->keys + (size_t)i * CHAIN * KVP_KEY_BYTES);
+    return world;
+}
+
+static void free_world(struct world *world)
+{
+    kvp_pool_free(world->pool);
+    free(world->keys);
+    free(world->whole);
+    free(world);
+}
+
+static const uint8_t *chain_keys(const struct world *world, uint32_t chain)
+{
+    return world->keys + (size_t)chain * CHAIN * KVP_KEY_BYTES;
+}
+
+/* Reorder `n` items of `size` numbers each. */
+static void shuffle(uint32_t *numbers, uint32_t n, uint32_t size)
+{
+    for (uint32_t i = n; i > 1; i--) {
+        uint32_t *a = numbers + (size_t)(i - 1) * size, *b = numbers + random_next() % i * size;
+        for (uint32_t k = 0; k < size; k++) {
+            uint32_t other = a[k];
+            a[k] = b[k];
+            b[k] = other;
+        }
+    }
+}
+
+/* Publish all chains: each in a run of neighbouring blocks, as one reservation gets them from an empty pool; or
+ * scattered, as in a pool where every block was evicted on its own. */
+static void fill(struct world *world, int is_scattered)
+{
+    uint32_t blocks = world->chains * CHAIN;
+    uint32_t *numbers = memory(blocks * sizeof *numbers);
+
+    must(kvp_reserve(world->pool, 0, blocks, numbers), "kvp_reserve");
+    shuffle(numbers, is_scattered ? blocks : world->chains, is_scattered ? 1 : CHAIN);
+    world->whole_count = 0;
+    for (uint32_t i = 0; i < world->chains; i++)
+        if (must(kvp_publish(world->pool, 0, numbers + (size_t)i * CHAIN, chain_keys(world, i), CHAIN, world->refs),
+                 "kvp_publish") == CHAIN)
+            world->whole[world->whole_count++] = i;
+    if (!world->whole_count)
+        fail("no chain is whole");
+    free(numbers);
+}
+
+static void empty(struct world *world)
+{
+    for (uint32_t i = 0; i < world->chains; i++)
+        must(kvp_remove(world->pool, 0, chain_keys(world, i), CHAIN), "kvp_remove");
+}
+
+/* ---- alloc and free ---- */
+
+static double time_cas(void)
+{
+    static co_u64 word;
+    uint64_t seen = co_load(&word);
+    double start = now_ns();
+
+    for (uint32_t i = 0; i < PAIRS; i++)
+        if (co_cas(&word, &seen, seen + 1))
+            seen++;
+    return (now_ns() - start) / PAIRS;
+}
+
+static double time_hits(kvp_pool *pool)
+{
+    uint32_t number;
+
+    kvp_lock(pool); /* the arena belongs to the holder of the lock; the keeper uses it too */
+    double start = now_ns();
+    for (uint32_t i = 0; i < PAIRS; i++) {
+        kvp_alloc(&pool->arena, 0, &number, 1);
+        kvp_free(&pool->arena, 0, &number, 1);
+    }
+    double spent = now_ns() - start;
+    kvp_unlock(pool);
+    return spent / PAIRS;
+}
+
+static double time_burst(kvp_pool *pool)
+{
+    static uint32_t numbers[BURST];
+
+    kvp_lock(pool);
+    double start = now_ns();
+    for (uint32_t i = 0; i < BURST; i++)
+        kvp_alloc(&pool->arena, 0, &numbers[i], 1);
+    for (uint32_t i = 0; i < BURST; i++)
+        kvp_free(&pool->arena, 0, &numbers[i], 1);
+    double spent = now_ns() - start;
+    kvp_unlock(pool);
+    return spent / BURST;
+}
+
+static double time_reserve(kvp_pool *pool)
+{
+    uint32_t number;
+    double start = now_ns();
+
+    for (uint32_t i = 0; i < PAIRS; i++) {
+        kvp_reserve(pool, 0, 1, &number);
+        kvp_withdraw(pool, 0, &number, 1);
+    }
+    return (now_ns() - start) / PAIRS;
+}
+
+static void alloc_rows(kvp_pool *pool, uint32_t samples)
+{
+    static double cas[SAMPLES_MAX], hit[SAMPLES_MAX], burst[SAMPLES_MAX], reserve[SAMPLES_MAX];
+
+    for (uint32_t i = 0; i < samples; i++) {
+        cas[i] = time_cas();
+        hit[i] = time_hits(pool);
+        burst[i] = time_burst(pool);
+        reserve[i] = time_reserve(pool);
+    }
+    double bound = median(cas, samples);
+    row("alloc+free, hit (C)", "ns/pair", median(hit, samples), bound);
+    row("alloc+free, burst of 2048 (C)", "ns/pair", median(burst, samples), bound);
+    row("reserve+withdraw, 1 block (C)", "ns/pair", median(reserve, samples), bound);
+}
+
+/* ---- match and lookup ---- */
+
+/* Memory of the directory's size, on the pages that a pool gets. */
+struct table {
+    struct kvp_mapping mapping;
+    uint64_t lines;
+};
+
+static void make_table(struct table *table, const kvp_pool *pool)
+{
+    uint64_t bytes = pool->homes * KVP_HOME_ENTRIES * sizeof(struct kvp_entry);
+
+    must(kvp_mapping_create("memfd:", bytes, &table->mapping), "kvp_mapping_create");
+    must(kvp_mapping_populate(&table->mapping, 0, table->mapping.bytes), "kvp_mapping_populate");
+    kvp_mapping_collapse(&table->mapping);
+    memset(table->mapping.base, 1, table->mapping.bytes);
+    table->lines = bytes / KVP_LINE;
+}
+
+static void cool_caches(void)
+{
+    static uint64_t *other;
+    uint64_t sum = 0;
+
+    if (!other)
+        other = memory(COLD_BYTES);
+    for (uint64_t i = 0; i < COLD_BYTES / 8; i += 8)
+        sum += other[i];
+    sink += sum;
+}
+
+static void warm(const uint8_t *bytes, uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i += KVP_LINE)
+        sink += bytes[i];
+}
+
+static double time_raw(const struct table *table)
+{
+    uint64_t at[CHAIN + AHEAD], sum = 0;
+
+    for (uint32_t i = 0; i < CHAIN + AHEAD; i++)
+        at[i] = random_next() % table->lines * KVP_LINE;
+    double start = now_ns();
+    for (uint32_t i = 0; i < CHAIN; i++) {
+        kvp_prefetch(table->mapping.base + at[i + AHEAD]);
+        sum += table->mapping.base[at[i]];
+    }
+    double spent = now_ns() - start;
+    sink += sum;
+    return spent;
+}
+
+static double time_match(struct world *world, const uint8_t *keys)
+{
+    double start = now_ns();
+    int64_t found = kvp_match(world->pool, 0, keys, CHAIN, world->refs);
+    double spent = now_ns() - start;
+
+    kvp_unpin_refs(world->pool, world->refs, CHAIN);
+    if (found != CHAIN)
+        fail("a chain is not whole");
+    return spent;
+}
+
+static double time_lookup(struct world *world, const uint8_t *keys)
+{
+    double start = now_ns();
+    int64_t found = kvp_lookup(world->pool, 0, keys, CHAIN, world->refs);
+    double spent = now_ns() - start;
+
+    if (found != CHAIN)
+        fail("a chain is not whole");
+    return spent;
+}
+
+enum kind { MATCH, LOOKUP, RAW, KINDS };
+
+static double sample(struct world *world, const struct table *table, enum kind kind, int is_cold)
+{
+    const uint8_t *keys = chain_keys(world, world->whole[random_next() % world->whole_count]);
+
+    if (is_cold)
+        cool_caches();
+    warm(keys, CHAIN * KVP_KEY_BYTES); /* the caller has just made them */
+    warm((const uint8_t *)world->refs, sizeof world->refs);
+    if (kind == RAW)
+        return time_raw(table);
+    return kind == MATCH ? time_match(world, keys) : time_lookup(world, keys);
+}
+
+static void find_rows(struct world *world, const char *what, uint32_t samples, int is_cold)
+{
+    static double spent[KINDS][SAMPLES_MAX];
+    struct table table;
+    char name[80];
+    uint32_t turn = is_cold ? 1 : TURN;
+
+    make_table(&table, world->pool);
+    samples = samples / turn * turn;
+    for (uint32_t start = 0; start < samples; start += turn)
+        for (enum kind kind = MATCH; kind < KINDS; kind++)
+            for (uint32_t i = start; i < start + turn; i++)
+                spent[kind][i] = sample(world, &table, kind, is_cold);
+    double bound = median(spent[RAW], samples) / 1e3;
+    snprintf(name, sizeof name, "match 1024 of %s, %s (C)", what, is_cold ? "cold" : "hot");
+    row(name, "us", median(spent[MATCH], samples) / 1e3, bound);
+    snprintf(name, sizeof name, "lookup 1024 of %s, %s (C)", what, is_cold ? "cold" : "hot");
+    row(name, "us", median(spent[LOOKUP], samples) / 1e3, bound);
+    kvp_mapping_close(&table.mapping);
+}
+
+static void small_rows(uint64_t blocks, const char *what, uint32_t samples)
+{
+    struct world *world = make_world(blocks);
+
+    fill(world, 0);
+    find_rows(world, what, samples * TURN, 0);
+    free_world(world);
+}
+
+static void million_rows(uint32_t samples)
+{
+    struct world *world = make_world(1000000);
+
+    alloc_rows(world->pool, samples);
+    fill(world, 0);
+    find_rows(world, "1e6", samples * TURN, 0);
+    find_rows(world, "1e6", samples, 1);
+    empty(world);
+    fill(world, 1);
+    find_rows(world, "1e6, scattered", samples * TURN, 0);
+    find_rows(world, "1e6, scattered", samples, 1);
+    free_world(world);
+}
+
+/* ---- handoff ---- */
+
+/* What the two processes share besides the pool: the line that goes to and fro in the bound. */
+struct shared {
+    co_u64 ball;
+    uint8_t pad[KVP_LINE - sizeof(co_u64)];
+    co_u64 ready;
+};
+
+struct player {
+    kvp_pool *pool;
+    struct shared *shared;
+    uint32_t *numbers;
+    uint32_t rounds;
+    int side;              /* 0 serves, 1 answers */
+};
+
+static struct kvp_key round_key(uint32_t round, int side)
+{
+    uint64_t digest = (round * 2ull + (uint64_t)side + 1) * 0x9e3779b97f4a7c15u;
+
+    return (struct kvp_key){digest >> 7, digest};
+}
+
+static void play_pool(struct player *player, uint32_t round, int side)
+{
+    struct kvp_key key = round_key(round, side);
+    double until = now_ns() + WAIT_S * 1e9;
+    uint64_t ref = 0;
+
+    if (side == player->side) {
+        must(kvp_publish(player->pool, 0, &player->numbers[round], &key, 1, &ref), "kvp_publish");
+        return;
+    }
+    for (uint32_t i = 1; kvp_lookup(player->pool, 0, &key, 1, &ref) != 1; i++)
+        if (i % 65536 == 0 && now_ns() > until)
+            fail("the other process does not answer");
+}
+
+static void play_line(struct player *player, uint32_t round, int side)
+{
+    uint64_t turn = round * 2ull + (uint64_t)side + 1;
+    double until = now_ns() + WAIT_S * 1e9;
+
+    if (side == player->side) {
+        co_store(&player->shared->ball, turn);
+        return;
+    }
+    for (uint32_t i = 1; co_load(&player->shared->ball) < turn; i++)
+        if (i % 65536 == 0 && now_ns() > until)
+            fail("the other process does not answer");
+}
+
+typedef void (*play)(struct player *player, uint32_t round, int side);
+
+static double time_round(struct player *player, uint32_t round, play play)
+{
+    double start = now_ns();
+
+    play(player, round, 0);
+    play(player, round, 1);
+    return (now_ns() - start) / 2; /* one way */
+}
+
+static void play_rounds(struct player *player, double *pool, double *line)
+{
+    player->numbers = memory(player->rounds * sizeof *player->numbers);
+    must(kvp_reserve(player->pool, 0, player->rounds, player->numbers), "kvp_reserve");
+    __atomic_add_fetch(&player->shared->ready.co64, 1, __ATOMIC_ACQ_REL);
+    while (co_load(&player->shared->ready) < 2)
+        ;
+    for (uint32_t round = 0; round < player->rounds; round++) {
+        pool[round] = time_round(player, round, play_pool);
+        line[round] = time_round(player, round, play_line);
+    }
+}
+
+static void handoff_row(uint32_t rounds)
+{
+    static double pool[SAMPLES_MAX], line[SAMPLES_MAX];
+    struct player player = {.pool = make_pool(4 * SAMPLES_MAX), .rounds = rounds < SAMPLES_MAX ? rounds : SAMPLES_MAX};
+
+    player.shared = mmap(NULL, KVP_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (player.shared == MAP_FAILED)
+        fail("no shared page");
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        player.side = 1;
+        must(kvp_pool_open(kvp_pool_uri(player.pool), &player.pool), "kvp_pool_open");
+        play_rounds(&player, pool, line);
+        kvp_pool_free(player.pool);
+        _exit(0);
+    }
+    if (child < 0)
+        fail("cannot fork");
+    play_rounds(&player, pool, line);
+    waitpid(child, NULL, 0);
+    row("handoff to a spinning process (C)", "ns", median(pool, player.rounds), median(line, player.rounds));
+    kvp_pool_free(player.pool);
+}
+
+/* ---- growth: operations, not time ---- */
+
+static __thread uint64_t operations;
+
+/* Called by the compiler's instrumentation at every basic block of the core. */
+void __sanitizer_cov_trace_pc(void);
+void __sanitizer_cov_trace_pc(void)
+{
+    operations++;
+}
+
+static uint64_t count_match(struct world *world, uint32_t n)
+{
+    operations = 0;
+    must(kvp_match(world->pool, 0, world->keys, n, world->refs), "kvp_match");
+    must(kvp_unpin_refs(world->pool, world->refs, n), "kvp_unpin_refs");
+    return operations;
+}
+
+static uint64_t count_misses(struct world *world, uint32_t n)
+{
+    static uint8_t keys[CHAIN * KVP_KEY_BYTES];
+
+    make_chain(keys);
+    operations = 0;
+    must(kvp_lookup(world->pool, 0, keys, n, world->refs), "kvp_lookup");
+    return operations;
+}
+
+static uint64_t count_reserve(struct world *world, uint32_t n)
+{
+    static uint32_t numbers[CHAIN];
+
+    operations = 0;
+    must(kvp_reserve(world->pool, 0, n, numbers), "kvp_reserve");
+    must(kvp_withdraw(world->pool, 0, numbers, n), "kvp_withdraw");
+    return operations;
+}
+
+static uint64_t publish_new(struct world *world, const uint8_t *keys, uint32_t n)
+{
+    static uint32_t numbers[CHAIN];
+
+    must(kvp_reserve(world->pool, 0, n, numbers), "kvp_reserve");
+    operations = 0;
+    must(kvp_publish(world->pool, 0, numbers, keys, n, world->refs), "kvp_publish");
+    uint64_t counted = operations;
+    must(kvp_remove(world->pool, 0, keys, n), "kvp_remove");
+    return counted;
+}
+
+static uint64_t count_publish(struct world *world, uint32_t n)
+{
+    static uint8_t keys[CHAIN * KVP_KEY_BYTES];
+
+    make_chain(keys);
+    return publish_new(world, keys, n);
+}
+
+/* Many children of one head: all keys of one group want the same homes. */
+static uint64_t count_siblings(struct world *world, uint32_t n)
+{
+    static uint8_t keys[CHAIN * KVP_KEY_BYTES];
+
+    make_chain(keys);
+    for (uint32_t i = 1; i < n; i++)
+        memcpy(keys + (size_t)i * KVP_KEY_BYTES, keys, 4);
+    return publish_new(world, keys, n);
+}
+
+static uint64_t count_evict(struct world *world, uint32_t n)
+{
+    must(kvp_shrink(world->pool, 0, 1), "kvp_shrink"); /* builds the heap */
+    operations = 0;
+    must(kvp_shrink(world->pool, 0, n), "kvp_shrink");
+    return operations;
+}
+
+/* Reserve one block while the n oldest are pinned. */
+static uint64_t count_pinned(struct world *world, uint32_t n)
+{
+    static uint32_t number, *rest;
+    uint64_t states[64];
+
+    must(kvp_match(world->pool, 0, world->keys, n, world->refs), "kvp_match");
+    for (uint32_t i = 1; i < world->chains; i++)
+        must(kvp_touch(world->pool, 0, chain_keys(world, i), CHAIN), "kvp_touch");
+    must(kvp_pool_states(world->pool, states), "kvp_pool_states");
+    rest = memory((states[KVP_FREE] + states[KVP_CACHED] + 1) * sizeof *rest);
+    uint32_t left = (uint32_t)(states[KVP_FREE] + states[KVP_CACHED]);
+    must(kvp_reserve(world->pool, 0, left, rest), "kvp_reserve");
+    operations = 0;
+    must(kvp_reserve(world->pool, 0, 1, &number), "kvp_reserve");
+    uint64_t counted = operations;
+    must(kvp_withdraw(world->pool, 0, &number, 1), "kvp_withdraw");
+    must(kvp_withdraw(world->pool, 0, rest, left), "kvp_withdraw");
+    must(kvp_unpin_refs(world->pool, world->refs, n), "kvp_unpin_refs");
+    free(rest);
+    return counted;
+}
+
+static uint64_t count_recover(struct world *world, uint32_t n)
+{
+    (void)n;
+    operations = 0;
+    kvp_recover(&world->pool->arena, WORKERS - 1); /* a slot that nobody has: the scan alone */
+    return operations;
+}
+
+static const struct {
+    const char *name;
+    uint64_t (*count)(struct world *world, uint32_t n);
+} growths[] = {
+    {"match", count_match},       {"misses", count_misses},     {"reserve", count_reserve},
+    {"publish", count_publish},   {"siblings", count_siblings}, {"pinned", count_pinned},
+    {"recover", count_recover},   {"evict", count_evict},
+};
+
+static void growth_lines(void)
+{
+    static const uint64_t sizes[] = {1 << 14, 1 << 17};
+    static const uint32_t keys[] = {CHAIN / 8, CHAIN};
+
+    for (int s = 0; s < 2; s++) {
+        struct world *world = make_world(sizes[s]);
+        fill(world, 1);
+        for (size_t i = 0; i < sizeof growths / sizeof *growths; i++) {
+            growths[i].count(world, CHAIN); /* first touches are over */
+            for (int k = 0; k < 2; k++) {
+                uint64_t counted = growths[i].count(world, keys[k]);
+                printf("%s\t%llu\t%u\t%llu\n", growths[i].name, (unsigned long long)sizes[s], keys[k],
+                       (unsigned long long)counted);
+            }
+        }
+        free_world(world);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    uint32_t samples = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 0;
+
+    if (argc == 2 && strcmp(argv[1], "growth") == 0) {
+        growth_lines();
+        return 0;
+    }
+    if (argc != 3 || strcmp(argv[1], "rows") != 0 || samples < 1 || samples > SAMPLES_MAX / TURN) {
+        fprintf(stderr, "usage: bench_core rows SAMPLES (1 to %d) | growth\n", SAMPLES_MAX / TURN);
+        return 2;
+    }
+    small_rows(10000, "1e4", samples);
+    small_rows(100000, "1e5", samples);
+    million_rows(samples);
+    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
+        handoff_row(samples * TURN);
+    return 0;
+}

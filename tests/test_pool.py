@@ -1,0 +1,354 @@
+"""The public API on one pool, in one process and over several."""
+
+import gc
+import threading
+
+import kvpool
+import numpy as np
+import pytest
+from conftest import eventually, fill, payload
+
+
+def test_publish_then_match_gives_the_bytes(ns):
+    keys = ns.keys(range(160))
+    assert not ns.match(keys)
+    assert fill(ns, keys) == 10
+    with ns.match(keys) as hit:
+        assert len(hit) == 10
+        assert all(np.array_equal(view, payload(key)) for key, view in zip(keys, hit.views, strict=True))
+
+
+def test_match_is_the_longest_prefix(ns):
+    keys = ns.keys(range(320))
+    fill(ns, keys[:7])
+    fill(ns, keys[9:])
+    with ns.match(keys) as hit:
+        assert len(hit) == 7
+    assert ns.contains(keys).tolist() == [True] * 7 + [False] * 2 + [True] * 11
+
+
+def test_nothing_is_visible_before_publish(ns):
+    keys = ns.keys(range(160))
+    with ns.reserve(keys) as new:
+        new.views[0][:] = 1
+        assert not ns.contains(keys).any()
+        new.publish()
+        assert ns.contains(keys).all()
+
+
+def test_a_body_that_raises_withdraws(pool, ns):
+    keys = ns.keys(range(160))
+    with pytest.raises(ZeroDivisionError), ns.reserve(keys):
+        1 / 0  # noqa: B018
+    assert not ns.contains(keys).any()
+    assert pool.check().blocks["reserved"] == 0
+
+
+def test_a_body_that_forgets_withdraws(pool, ns):
+    with ns.reserve(ns.keys(range(160))) as new:
+        pass
+    assert not new.is_open
+    assert pool.check().blocks["reserved"] == 0
+
+
+def test_the_first_whole_block_wins(ns):
+    keys = ns.keys(range(160))
+    with ns.reserve(keys) as mine, ns.reserve(keys[:4]) as other:
+        for view in other.views:
+            view[:] = 7
+        assert other.publish() == 4
+        assert mine.publish() == 6
+        assert mine.refs[:4].tolist() == [0] * 4
+    with ns.match(keys) as hit:
+        assert [int(view[0]) for view in hit.views[:4]] == [7] * 4
+
+
+def test_tensor_is_the_blocks(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    rows = pool.tensor(0)
+    assert rows.shape == (64, 4096)
+    assert not rows.flags.writeable
+    with ns.match(keys) as hit:
+        assert np.array_equal(rows[hit.blocks[3]], payload(keys[3]))
+        assert all(np.shares_memory(rows, view) for view in hit.views)
+        floats = pool.tensor(0, np.float32, (4, 8, 32))
+        assert floats.shape == (64, 4, 8, 32)
+        assert floats[hit.blocks[3]].tobytes() == payload(keys[3]).tobytes()
+
+
+def test_views_in_every_form(ns):
+    keys = ns.keys(range(16))
+    with ns.reserve(keys) as new:
+        assert np.from_dlpack(new.views[0]).shape == (4096,)
+        memoryview(new.views[0])[:4] = b"abcd"
+        new.publish()
+    with ns.match(keys) as hit:
+        assert bytes(memoryview(hit.views[0])[:4]) == b"abcd"
+        assert hit.views_as(np.uint32, (2, 3))[0].shape == (2, 3)
+
+
+def test_torch_views_share_the_memory(pool, ns):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    keys = ns.keys(range(16))
+    fill(ns, keys)
+    with ns.match(keys) as hit:
+        tensor = pool.torch(0)
+        assert torch.equal(tensor[int(hit.blocks[0])], torch.from_numpy(payload(keys[0])))
+
+
+def test_published_views_become_read_only(ns):
+    with ns.reserve(ns.keys(range(16))) as new:
+        view = new.views[0]
+        new.publish()
+    with pytest.raises(ValueError, match="read-only"):
+        view[:] = 1
+    with pytest.raises(kvpool.Closed, match="write-once"):
+        _ = new.views
+
+
+def test_put_and_get_into(ns):
+    keys = ns.keys(range(160))
+    data = np.stack([payload(key) for key in keys])
+    assert ns.put(keys, data) == 10
+    assert ns.put(keys, data) == 0
+    out = np.zeros_like(data)
+    assert ns.get_into(keys, out).all()
+    assert np.array_equal(out, data)
+    other = ns.keys(range(1, 161))
+    before = out.copy()
+    assert not ns.get_into(other, out).any()
+    assert np.array_equal(out, before)
+
+
+def test_put_and_get_parts_of_a_block(ns):
+    keys = ns.keys(range(32))
+    assert ns.put(keys, [b"x" * 100, b"y" * 100]) == 2
+    out = [bytearray(10), bytearray(10)]
+    assert ns.get_into(keys, out).all()
+    assert out == [b"x" * 10, b"y" * 10]
+
+
+def test_a_full_pool_evicts_the_oldest(make_pool, identity):
+    ns = make_pool(policy="lru").namespace(identity)
+    chains = [ns.keys(range(start, start + 160)) for start in range(0, 70000, 1000)]
+    for keys in chains:
+        fill(ns, keys)
+    present = [bool(ns.contains(keys).all()) for keys in chains]
+    assert present == [False] * 64 + [True] * 6
+
+
+def test_leaf_evicts_the_tail_first(make_pool, identity):
+    pool = make_pool(policy="leaf", blocks=10)
+    ns = pool.namespace(identity)
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    pool.evict(3)
+    assert ns.contains(keys).tolist() == [True] * 7 + [False] * 3
+
+
+def test_pinned_blocks_stay(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    with ns.match(keys) as hit:
+        assert pool.evict(64) == 0
+        fill(ns, ns.keys(range(10000, 10000 + 16 * 54)))
+        assert all(np.array_equal(view, payload(key)) for key, view in zip(keys, hit.views, strict=True))
+    assert pool.evict(64) == 64
+
+
+def test_full_of_pins_is_pool_full(pool, ns):
+    keys = ns.keys(range(16 * 64))
+    fill(ns, keys)
+    more = ns.keys(range(5, 5 + 16))
+    with ns.match(keys):
+        with pytest.raises(kvpool.PoolFull, match="pinned or reserved"):
+            ns.reserve(more, timeout=0.05)
+        with pytest.raises(kvpool.PoolFull):
+            ns.put(more, [bytes(4096)], timeout=0)
+    assert fill(ns, more) == 1
+
+
+def test_a_wait_for_room_ends_when_there_is_room(ns):
+    keys = ns.keys(range(16 * 64))
+    fill(ns, keys)
+    hit = ns.match(keys)
+    threading.Timer(0.1, hit.release).start()
+    with ns.reserve(ns.keys(range(5, 5 + 16)), timeout=10) as new:
+        assert len(new) == 1
+
+
+def test_more_than_the_pool_has(ns):
+    with pytest.raises(kvpool.PoolFull, match="65 blocks"):
+        ns.reserve(ns.keys(range(16 * 65)), timeout=0)
+
+
+def test_remove_frees_at_once_or_with_the_last_pin(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    with ns.match(keys[:5]) as hit:
+        assert ns.remove(keys) == 10
+        assert not ns.contains(keys).any()
+        assert all(np.array_equal(view, payload(key)) for key, view in zip(keys, hit.views, strict=False))
+        report = pool.check()
+        assert report.clean, report.problems
+        assert report.unlinked == 5
+    fill(ns, ns.keys(range(3, 3 + 16 * 64)))
+    assert pool.check().unlinked == 0
+
+
+def test_references_travel_and_go_stale(pool, ns, identity, uri):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    refs = ns.lookup(keys)
+    with kvpool.open(uri) as other:
+        with other.pin(refs) as hit:
+            assert np.array_equal(hit.views[2], payload(keys[2]))
+            assert pool.evict(64) == 0
+        ns.remove(keys)
+        with pytest.raises(kvpool.Stale):
+            other.pin(refs)
+        fill(ns, ns.keys(range(7, 7 + 16 * 64)))
+        with pytest.raises(kvpool.Stale):
+            other.pin(refs)
+    assert pool.check().pins == 0
+
+
+def test_pin_is_all_or_nothing(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    refs = ns.lookup(keys)
+    ns.remove(keys[5:6])
+    with pytest.raises(kvpool.Stale):
+        pool.pin(refs)
+    assert pool.check().pins == 0
+
+
+def test_pins_nest_in_one_process(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    first, second = ns.match(keys), ns.match(keys)
+    first.release()
+    first.release()
+    assert pool.evict(64) == 0
+    second.release()
+    assert pool.check().pins == 0
+    assert pool.evict(64) == 10
+
+
+def test_hits_go_with_their_objects(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    hit = ns.match(keys)
+    assert pool.check().pins == 10
+    del hit
+    gc.collect()
+    assert pool.check().pins == 0
+
+
+def test_two_handles_of_one_process(pool, ns, identity, uri):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    other = kvpool.open(uri)
+    with other.namespace(identity).match(keys) as hit:
+        assert len(hit) == 10
+        assert pool.evict(64) == 0
+    other.close()
+    assert ns.contains(keys).all()
+
+
+def test_what_is_published_outlives_its_writer(make_pool, identity, uri, python):
+    keys = make_pool().namespace(identity).keys(range(160))
+    python("""
+        import sys, kvpool, numpy as np
+        with kvpool.open(sys.argv[1]) as pool:
+            i = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
+            ns = pool.namespace(i)
+            ns.put(ns.keys(range(160)), [bytes([n]) * 4096 for n in range(10)])
+    """, uri)  # fmt: skip
+    with kvpool.open(uri) as pool, pool.namespace(identity).match(keys) as hit:
+        assert [int(view[9]) for view in hit.views] == list(range(10))
+
+
+def test_classes_share_the_memory_by_demand(make_pool, identity):
+    pool = make_pool(size="16MiB", block=["4KiB", "64KiB"])
+    small, large = pool.namespace(identity, block_class=0), pool.namespace(identity, block_class=1)
+    capacity = pool.info["classes"][1]["blocks"]
+    fill(small, small.keys(range(16 * 3000)))
+    assert fill(large, large.keys(range(16 * (capacity // 2)))) == capacity // 2
+    for start in range(0, 1 << 24, 1 << 20):
+        fill(large, large.keys(range(start, start + 16 * 100)))
+    held = {part["block_bytes"]: part["segments"] for part in pool.stats()["classes"]}
+    report = pool.check()
+    assert report.clean, report.problems
+    assert held[65536] > held[4096]
+    assert pool.stats()["segments_moved"] > 0
+    fill(small, small.keys(range(5, 5 + 16 * 3000)))
+    assert pool.check().clean
+
+
+def test_namespaces_do_not_touch_each_other(pool, identity):
+    a, b = pool.namespace(identity, "a"), pool.namespace(identity, "b")
+    keys = a.keys(range(160))
+    fill(a, keys)
+    assert not b.match(b.keys(range(160)))
+    b.remove(b.keys(range(160)))
+    assert a.contains(keys).all()
+
+
+def test_events_tell_the_story(pool, ns):
+    stream = pool.events()
+    keys = ns.keys(range(32))
+    fill(ns, keys)
+    pool.evict(1)
+    ns.remove(keys)
+    told = [(event.kind, event.key) for event in stream.poll()]
+    assert told == [("published", keys[0]), ("published", keys[1]), ("evicted", keys[1]), ("removed", keys[0])]
+    assert stream.poll() == []
+    for start in range(0, 4000, 10):
+        fill(ns, ns.keys(range(start, start + 16)))
+    assert stream.poll()
+    assert stream.lost > 0
+
+
+def test_stats_add_up(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    ns.match(keys).release()
+    ns.contains(ns.keys(range(1, 161)))
+    stats = pool.stats()
+    assert (stats["lookups"], stats["hits"], stats["published"], stats["pinned"]) == (20, 10, 10, 10)
+    part = stats["classes"][0]
+    assert part["live"] == 10
+    assert sum(part[state] for state in ("absent", "free", "cached", "reserved", "live", "evicting")) == 64
+
+
+def test_threads_share_a_handle(pool, ns):
+    errors = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(150):
+                start = int(rng.integers(0, 40)) * 16
+                keys = ns.keys(range(start, start + 16 * 6))
+                with ns.match(keys) as hit:
+                    for key, view in zip(keys, hit.views, strict=False):
+                        assert np.array_equal(view, payload(key))
+                    missing = keys[len(hit) :]
+                with ns.reserve(missing, timeout=5) as new:
+                    for key, view in zip(missing, new.views, strict=True):
+                        view[:] = payload(key)
+                    new.publish()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    report = eventually(lambda: (r := pool.check()).clean and r)
+    assert report
+    assert report.pins == report.blocks["reserved"] == 0

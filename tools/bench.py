@@ -1,0 +1,114 @@
+"""`kvpool bench`: what the pool costs on this machine, each number beside a bound measured in the same run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvpool.tools.bench_suite import Effort, Report, Row, merge
+
+__all__ = ["SUITES", "bench"]
+
+SUITES = {"core": "kvpool.tools.bench_suite_core"}
+"""Name of a suite -> the module whose `run(effort)` measures it; imported only when asked for."""
+FEATURES = ("avx512f", "avx2", "clwb", "clflushopt", "sse4_2", "asimd", "sve")
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def load_suite(name: str) -> Callable[[Effort], Report]:
+    """The function that runs a suite."""
+    run: Callable[[Effort], Report] = importlib.import_module(SUITES[name]).run
+    return run
+
+
+def processor() -> tuple[str, list[str]]:
+    """Model of the processor, and those of its features that the pool cares about."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    model = fields.get("model name") or platform.machine()
+    family = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
+    return model + family, [name for name in FEATURES if name in flags]
+
+
+def page_kind() -> str:
+    """Which pages a pool in shared memory gets here: a small one is made and looked at."""
+    import kvpool
+
+    with kvpool.create("memfd:", "8MiB", "64KiB", workers=1) as pool:
+        stats = pool.stats()
+    setting = SHMEM_HUGE.read_text().strip() if SHMEM_HUGE.exists() else "unknown"
+    return f"{'2 MiB' if stats['huge_bytes'] else '4 KiB'} (transparent huge pages for shmem: {setting})"
+
+
+def machine() -> list[tuple[str, str]]:
+    """What a reader must know of the machine to judge the numbers."""
+    model, features = processor()
+    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    return [
+        ("processor", f"{model}, {os.cpu_count()} online"),
+        ("features", " ".join(features)),
+        ("kernel", f"{platform.system()} {platform.release()}, Python {platform.python_version()}"),
+        ("pages", page_kind()),
+        ("load average", load),
+    ]
+
+
+def number(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def row_table(suite: str, rows: list[Row]) -> Table:
+    """The rows for a reader."""
+    table = Table(title=f"kvpool bench {suite}: medians; ratio = measured / bound", title_justify="left")
+    table.add_column("row")
+    for column in ("measured", "bound", "ratio", "target"):
+        table.add_column(column, justify="right")
+    table.add_column("unit")
+    table.add_column("verdict")
+    for row in rows:
+        target = "-" if row.target is None else number(row.target)
+        table.add_row(row.name, number(row.measured), number(row.bound), number(row.ratio), target, row.unit, row.verdict)
+    return table
+
+
+def show(suite: str, about: list[tuple[str, str]], report: Report) -> None:
+    """Print machine, rows and what was left out."""
+    console = Console()
+    for name, value in about:
+        console.print(f"{name:<13} {value}", highlight=False, markup=False)
+    console.print(row_table(suite, report.rows))
+    for note in report.notes:
+        console.print(f"left out: {note}", highlight=False, markup=False)
+
+
+@click.command()
+@click.argument("suite", type=click.Choice(sorted(SUITES)), default="core")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows and nothing else.")
+@click.option("--quick", is_flag=True, help="A few seconds: fewer samples, more noise.")
+@click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Run so often; print medians.")
+def bench(suite: str, as_json: bool, quick: bool, repeat: int) -> None:
+    """Measure this machine with a SUITE.
+
+    Each row stands beside a bound that was sampled in the same run, in turn with it: ratios can be compared between
+    machines and days, times cannot.
+    """
+    run = load_suite(suite)
+    about = [] if as_json else machine()
+    report = merge(run(Effort(quick)) for _ in range(repeat))
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in report.rows], indent=1))
+    else:
+        show(suite, about, report)

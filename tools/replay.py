@@ -1,0 +1,330 @@
+"""Drive a real pool with a recorded trace, and count.
+
+Every block access of the trace is one call: read the block under its key; if it is there its bytes are compared with
+what its id says they must be, if not it is put. Nothing is simulated: hits and evictions are the pool's own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+import kvpool
+from kvpool.tools.console import emit, grid, json_option, progress, size, stdout, table
+from kvpool.tools.traces import FORMATS, Stream, percentiles, read, reuse_distances
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Plan", "capacity_blocks", "replay", "run"]
+
+PAYLOAD_BYTES = 64
+IDENTITY = kvpool.Identity(model="trace", revision="1", dtype="none", layout="id", block_tokens=1)
+REPORT_EVERY = 8192
+TOUCH_KEYS_MAX = 64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run a trace on."""
+
+    capacity: int
+    """Blocks."""
+    policy: str = "leaf"
+    workers: int = 1
+    """Processes; each takes every `workers`-th request."""
+    block_bytes: int = 4096
+    uri: str = "memfd:"
+
+
+@dataclass
+class Counts:
+    """What workers saw."""
+
+    accesses: int = 0
+    hits: int = 0
+    wrong_payloads: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Sum up."""
+        self.accesses += other.accesses
+        self.hits += other.hits
+        self.wrong_payloads += other.wrong_payloads
+
+
+# ---- from ids to keys and payloads ----
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (S. Vigna, public domain): one-to-one, and 0 stays 0."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def key_rows(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A 16-byte key per id, as two words. One-to-one, and never all zero: the halves mix different numbers."""
+    return np.stack([_mix(ids), _mix(ids + _GOLDEN)], axis=1)
+
+
+def payload_rows(ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What the block of each id holds: its key, its id, and words that follow from both."""
+    keys = key_rows(ids)
+    steps = np.arange(1, 6, dtype=np.uint64) * _GOLDEN
+    rest = _mix(keys[:, :1] + steps) ^ keys[:, 1:]
+    return np.concatenate([keys, ids[:, None], rest], axis=1)
+
+
+# ---- one worker ----
+
+
+class Driver:
+    """Runs requests of a stream on one namespace."""
+
+    def __init__(self, pool: kvpool.Pool, stream: Stream) -> None:
+        self.space = pool.namespace(IDENTITY)
+        self.stream = stream
+        self.tail_first = pool.info["policy"] == "leaf"
+        self.rows = key_rows(stream.ids)
+        self.keys = [row.tobytes() for row in self.rows]
+        self.payloads = [row.tobytes() for row in payload_rows(stream.ids)]
+        self.counts = Counts()
+
+    def run(self, first: int, step: int, advance: Callable[[int], None]) -> Counts:
+        """Every `step`-th request from `first` on; tells `advance` now and then how many accesses are new."""
+        start = self.stream.start
+        told = 0
+        for request in range(first, self.stream.requests, step):
+            blocks = self.stream.block[start[request] : start[request + 1]]
+            self._access(blocks.tolist())
+            if self.tail_first:
+                self._touch(blocks)
+            if self.counts.accesses - told >= REPORT_EVERY:
+                advance(self.counts.accesses - told)
+                told = self.counts.accesses
+        advance(self.counts.accesses - told)
+        return self.counts
+
+    def _access(self, blocks: list[int]) -> None:
+        get, put, counts = self.space.get_into, self.space.put, self.counts
+        seen = bytearray(PAYLOAD_BYTES)
+        for block in blocks:
+            key = self.keys[block]
+            if not get(key, [seen])[0]:
+                put(key, [self.payloads[block]])
+            else:
+                counts.hits += 1
+                counts.wrong_payloads += seen != self.payloads[block]
+        counts.accesses += len(blocks)
+
+    def _touch(self, blocks: NDArray[np.uint32]) -> None:
+        """Tell the policy of a whole request as an engine does with one match: of a chain the tail is the oldest.
+
+        Within a call the leaf policy stamps the last key oldest already; longer chains are touched a part at a time,
+        the last part first.
+        """
+        for begin in reversed(range(0, len(blocks), TOUCH_KEYS_MAX)):
+            self.space.touch(self.rows[blocks[begin : begin + TOUCH_KEYS_MAX]].tobytes())
+
+
+# ---- several workers ----
+
+
+def _work(uri: str, stream: Stream, first: int, step: int, link: Connection) -> None:
+    """A worker process: sends how many accesses are new, and at last its counts, or the error that ended it."""
+    try:
+        with kvpool.open(uri) as pool:
+            link.send(Driver(pool, stream).run(first, step, link.send))
+    except kvpool.Error as error:
+        link.send(error)
+    except BrokenPipeError:
+        pass  # whoever started us has gone
+
+
+@contextmanager
+def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection]]:
+    """`count` workers, one link each. None of them outlives the block."""
+    context = multiprocessing.get_context("spawn")
+    started: list[SpawnProcess] = []
+    links: list[Connection] = []
+    try:
+        for first in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            links.append(ours)
+            process = context.Process(target=_work, args=(uri, stream, first, count, theirs), daemon=True)
+            # A terminal sends Ctrl-C to all of us: the workers leave it to this process, which ends them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+                started.append(process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        yield links
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def _collect(links: list[Connection], advance: Callable[[int], None]) -> Counts:
+    """Sum what the workers send until each has sent its counts."""
+    total, waiting = Counts(), set(links)
+    while waiting:
+        for link in wait(list(waiting)):
+            assert isinstance(link, Connection)
+            try:
+                message = link.recv()
+            except EOFError:
+                raise kvpool.SystemFailure("a worker process of the replay died") from None
+            if isinstance(message, kvpool.Error):
+                raise message
+            if isinstance(message, Counts):
+                total.add(message)
+                waiting.discard(link)
+            else:
+                advance(message)
+    return total
+
+
+# ---- the whole of it ----
+
+
+@contextmanager
+def _pool(plan: Plan) -> Iterator[kvpool.Pool]:
+    """A pool of exactly the plan's capacity that is gone afterwards."""
+    workers = min(plan.workers + 2, 64)  # room for this process, and for one who watches
+    pool = kvpool.create(plan.uri, block=plan.block_bytes, blocks=plan.capacity, policy=plan.policy, workers=workers)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        if not plan.uri.startswith(("memfd:", "hugetlb:")):
+            kvpool.remove(pool.uri, force=True)
+
+
+def run(stream: Stream, plan: Plan, advance: Callable[[int], None] = lambda new: None) -> dict[str, Any]:
+    """Replay a stream on a new pool; returns the report that `kvpool replay --json` prints, times in seconds.
+
+    With one worker the counts are exact and the same every time. Raises what `kvpool.create` raises.
+    """
+    with _pool(plan) as pool:
+        begin = time.perf_counter()
+        if plan.workers == 1:
+            counts = Driver(pool, stream).run(0, 1, advance)
+        else:
+            with _processes(pool.uri, stream, plan.workers) as links:
+                counts = _collect(links, advance)
+        seconds = time.perf_counter() - begin
+        stats, check = pool.stats(), pool.check()
+    return {
+        "requests": stream.requests, "accesses": counts.accesses, "unique": len(stream.ids), "hits": counts.hits,
+        "hit_ratio": counts.hits / counts.accesses, "evictions": stats["evicted"],
+        "wrong_payloads": counts.wrong_payloads, "metadata_bytes": stats["metadata_bytes"], "policy": plan.policy,
+        "capacity_blocks": plan.capacity, "workers": plan.workers, "seconds": seconds,
+        "check": {"clean": check.clean, "problems": check.problems},
+        "reuse_distance": percentiles(reuse_distances(stream.block)),
+    }  # fmt: skip
+
+
+def _number(text: str, whole: str) -> Fraction:
+    try:
+        return Fraction(text.strip())
+    except (ValueError, ZeroDivisionError):
+        raise kvpool.InvalidArgument(f"{whole!r} is not a capacity: 10%, 64MiB, '500 blocks' or unlimited") from None
+
+
+def capacity_blocks(text: str, unique: int, block_bytes: int) -> int:
+    """Blocks for "10%" (of the trace's unique blocks, rounded down), "500 blocks", "unlimited", or a size ("64MiB").
+
+    At least one. Raises `InvalidArgument`.
+    """
+    if text == "unlimited":
+        return unique
+    if text.endswith("%"):
+        blocks = _number(text[:-1], text) / 100 * unique
+    elif text.endswith("blocks"):
+        blocks = _number(text.removesuffix("blocks"), text)
+    else:
+        blocks = Fraction(kvpool.parse_size(text), block_bytes)
+        if blocks < 1:
+            hint = f"write '{text} blocks' for a number of blocks"
+            raise kvpool.InvalidArgument(f"{text!r} is less than a block of {size(block_bytes)}: {hint}")
+    if blocks <= 0:
+        raise kvpool.InvalidArgument(f"{text!r} leaves no room for a block")
+    return max(int(blocks), 1)
+
+
+def _show(report: dict[str, Any]) -> None:
+    check = report["check"]
+    rows = {name: f"{report[name]:,}" for name in ("requests", "accesses", "unique")}
+    rows |= {"policy": report["policy"], "capacity": f"{report['capacity_blocks']:,} blocks"}
+    rows |= {"workers": str(report["workers"]), "hits": f"{report['hits']:,} ({report['hit_ratio']:.6f})"}
+    rows |= {name.replace("_", " "): f"{report[name]:,}" for name in ("evictions", "wrong_payloads")}
+    rows |= {"metadata": size(report["metadata_bytes"])}
+    rows |= {"time": f"{report['seconds']:.2f} s, {report['accesses'] / report['seconds']:,.0f} accesses/s"}
+    rows |= {"check": "clean" if check["clean"] else "; ".join(check["problems"])}
+    distances = table("reuse distance (distinct other blocks in between)", *report["reuse_distance"], left=0)
+    distances.add_row(*("-" if value is None else f"{value:,}" for value in report["reuse_distance"].values()))
+    screen = stdout()
+    screen.print(grid("replay", rows))
+    screen.print(distances)
+
+
+def _with_bar(stream: Stream, plan: Plan) -> dict[str, Any]:
+    done, total = 0, len(stream.block)
+    with progress("replaying") as show:
+
+        def advance(new: int) -> None:
+            nonlocal done
+            done += new
+            show(done, total)
+
+        return run(stream, plan, advance)
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True,
+                type=click.Path(exists=True, dir_okay=False, path_type=Path))  # fmt: skip
+@click.option("--format", "format_name", type=click.Choice(["auto", *FORMATS]), default="auto", show_default=True)
+@click.option("--policy", type=click.Choice(kvpool.POLICIES), default="leaf", show_default=True)
+@click.option("--capacity", default="10%", show_default=True,
+              help="Share of the unique blocks, or a size, or 'N blocks', or unlimited.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1, 63), default=1, show_default=True, help="Processes.")
+@click.option("--block", default="4KiB", show_default=True, help="Bytes a block.")
+@click.option("--uri", default="memfd:", show_default=True, help="Pool to make for the replay; removed at its end.")
+@click.option("--skip-bad", is_flag=True, help="Count records that cannot be read, and go on.")
+@json_option
+@click.pass_context
+def replay(ctx: click.Context, files: tuple[Path, ...], format_name: str, policy: str, capacity: str, workers: int,
+           block: str, uri: str, skip_bad: bool, as_json: bool) -> None:  # fmt: skip
+    """Run the block accesses of a recorded trace on a real pool, and report its hits.
+
+    Every access reads one block under its key and checks its bytes; a block that is missing is put. Exit code 1 if any
+    payload was wrong or the pool is not clean afterwards. Several files of kv-cache-tester are sessions that begin
+    together; several of mooncake are parts of one trace.
+    """
+    block_bytes = kvpool.parse_size(block)
+    stream = read(files, format_name, skip_bad=skip_bad)
+    if stream.skipped:
+        click.echo(f"kvpool: {stream.skipped} bad records skipped", err=True)
+    room = capacity_blocks(capacity, len(stream.ids), block_bytes)
+    report = _with_bar(stream, Plan(room, policy, workers, block_bytes, uri))
+    if as_json:
+        emit(report)
+    else:
+        _show(report)
+    ctx.exit(0 if report["check"]["clean"] and not report["wrong_payloads"] else 1)
