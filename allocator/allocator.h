@@ -169,6 +169,8 @@ struct kvp_arena {
     uint32_t pins_held;        /* pin slots in use */
     /* Called before a dead worker's block is freed: remove what names it. */
     void (*forget)(void *context, uint32_t block);
+    /* Called for a block that was evicted because its segment is drained: remove what names it, and say so. */
+    void (*drained)(void *context, uint32_t block);
     /* Called before a dead worker's eviction is undone: if its names are half removed, remove them. */
     void (*settle)(void *context, uint32_t block);
     void *context;
@@ -192,10 +194,14 @@ void kvp_spill(struct kvp_arena *arena);
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t *ref);
 /* OWN(self) -> LIVE. The payload, the tag and the score are written before. NOTOWNED. */
 int kvp_make_live(struct kvp_arena *arena, uint32_t class, uint32_t number);
-/* LIVE -> OWN(self) for those of the n blocks that nobody has pinned; compacts them to the front and returns
- * how many. One pass over the pin slots for the whole batch; never waits. */
+/* LIVE -> EVICTING(self) for those of the n blocks that nobody has pinned; compacts them to the front and returns
+ * how many. One pass over the pin slots for the whole batch; never waits. Each is then taken, or given back. */
+uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
+/* EVICTING(self) -> OWN(self): the block may be overwritten. */
+void kvp_evict_take(struct kvp_arena *arena, uint32_t class, uint32_t number);
+/* Both in one, for all that are not pinned. */
 uint32_t kvp_evict(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
-/* LIVE -> EVICTING(self) and back, whatever the pins: holds a block still while its names change. 1 if held. */
+/* LIVE -> EVICTING(self), whatever the pins: holds a block still while its names change. 1 if held. And back. */
 int kvp_hold(struct kvp_arena *arena, uint32_t class, uint32_t number);
 void kvp_unhold(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Is this reference's publication readable now? */
@@ -253,6 +259,9 @@ struct kvp_check {
 /* Record a broken invariant. */
 void kvp_check_fail(struct kvp_check *check, uint32_t block, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+/* Look again at what seems broken? A live worker may be between two steps, and preempted there: give it time. Only
+ * for the first problem, so that a badly damaged image does not take for ever. 1 after a pause, 0 to report it. */
+int kvp_check_patience(const struct kvp_check *check, int again);
 /* Walk words, segments, pins and hints. Transient states of live workers are looked at twice. */
 void kvp_arena_check(const struct kvp_arena *arena, struct kvp_check *check);
 

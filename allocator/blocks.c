@@ -243,10 +243,28 @@ void kvp_unhold(struct kvp_arena *arena, uint32_t c, uint32_t number)
     nc_write_back(&arena->class[c].words[number], 8);
 }
 
-uint32_t kvp_evict(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+/* Of the locked victims those that nobody has pinned, to the front; the others are LIVE again. */
+static uint32_t keep_unpinned(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t locked)
 {
     struct kvp_class *class = &arena->class[c];
-    uint32_t locked = lock_victims(arena, c, numbers, n), taken = 0;
+    uint32_t kept = 0;
+
+    for (uint32_t i = 0; i < locked; i++) {
+        uint32_t number = numbers[i];
+        uint64_t bit = 1ull << number % 64;
+        if (class->victims[number / 64] & bit)
+            numbers[kept++] = number;
+        else
+            kvp_unhold(arena, c, number);
+        class->victims[number / 64] &= ~bit;
+        KVP_CRASH_POINT("evict.decided");
+    }
+    return kept;
+}
+
+uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    uint32_t locked = lock_victims(arena, c, numbers, n);
 
     if (!locked)
         return 0;
@@ -254,22 +272,24 @@ uint32_t kvp_evict(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint3
      * reads the word. One of the two sees the other. */
     nc_full_fence();
     strike_pinned(arena);
-    for (uint32_t i = 0; i < locked; i++) {
-        uint32_t number = numbers[i];
-        uint64_t generation = kvp_word_generation(nc_load_relaxed(&class->words[number]));
-        uint64_t bit = 1ull << number % 64;
-        int free_of_pins = (class->victims[number / 64] & bit) != 0;
-        class->victims[number / 64] &= ~bit;
-        /* OWN before the first new byte: restoring LIVE is right only while the payload is untouched. */
-        nc_store(&class->words[number], free_of_pins ? kvp_word(generation, arena->self, KVP_OWN)
-                                                     : kvp_word(generation, 0, KVP_LIVE));
-        nc_write_back(&class->words[number], 8);
-        KVP_CRASH_POINT("evict.decided");
-        if (free_of_pins)
-            numbers[taken++] = number;
-    }
-    /* A release store orders what comes before it, not after: without this fence a weakly ordered machine could show
-     * the next tenant's first bytes under the old LIVE, and a read by copy would take them for right. */
-    nc_write_fence();
+    return keep_unpinned(arena, c, numbers, locked);
+}
+
+void kvp_evict_take(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t word = nc_load_relaxed(&arena->class[c].words[number]);
+
+    /* OWN before the first new byte: restoring LIVE is right only while the payload is untouched. */
+    nc_store(&arena->class[c].words[number], kvp_word(kvp_word_generation(word), arena->self, KVP_OWN));
+    nc_write_back(&arena->class[c].words[number], 8);
+    KVP_CRASH_POINT("evict.taken");
+}
+
+uint32_t kvp_evict(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    uint32_t taken = kvp_evict_begin(arena, c, numbers, n);
+
+    for (uint32_t i = 0; i < taken; i++)
+        kvp_evict_take(arena, c, numbers[i]);
     return taken;
 }

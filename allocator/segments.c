@@ -77,7 +77,7 @@ static int close_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
         uint32_t victim = number;
         if (kvp_evict(arena, c, &victim, 1) != 1)
             return 0;
-        arena->forget(arena->context, kvp_block(c, number));
+        arena->drained(arena->context, kvp_block(c, number));
         word = nc_load(&class->words[number]);
         nc_store(&class->words[number], kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT));
         nc_write_back(&class->words[number], 8);

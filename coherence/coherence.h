@@ -81,7 +81,7 @@ int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 
 typedef struct { uint32_t co32; } co_u32;
 typedef struct { uint64_t co64; } co_u64;
 typedef struct { uint64_t nc64; } nc_u64;
-_Static_assert(__atomic_always_lock_free(8, 0), "a lock table would be private to each process");
+_Static_assert(__GCC_ATOMIC_LLONG_LOCK_FREE == 2, "a lock table would be private to each process");
 
 #define co_load32(p) __atomic_load_n(&(p)->co32, __ATOMIC_ACQUIRE)
 #define co_store32(p, v) __atomic_store_n(&(p)->co32, (v), __ATOMIC_RELEASE)

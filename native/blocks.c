@@ -101,7 +101,7 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 /* ---- room ---- */
 
 /* The block is OWN(self): its names go, then it is an ordinary reserved block. */
-static void unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
+void kvp_unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
 {
     struct kvp_class *class = &pool->arena.class[c];
     struct kvp_key key = {co_load(&class->tags[number].low), co_load(&class->tags[number].high)};
@@ -111,40 +111,58 @@ static void unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
     kvp_log_event(pool, kind, kvp_ref(kvp_block(c, number), generation), &key);
 }
 
-/* Take up to n victims in policy order; those that are pinned are set aside. */
-static uint32_t evict_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
+/* Lock up to n victims in policy order; those that are pinned are set aside. KVP_NO_WORKER: there are no more. */
+static uint32_t lock_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
 {
-    uint32_t victims[BATCH], taken_at = 0;
+    uint32_t victims[BATCH], locked_at = 0;
     uint32_t count = kvp_victims(pool, c, victims, n < BATCH ? n : BATCH);
 
     memcpy(numbers, victims, count * sizeof *victims);
-    uint32_t taken = kvp_evict(&pool->arena, c, numbers, count);
+    uint32_t locked = kvp_evict_begin(&pool->arena, c, numbers, count);
     for (uint32_t i = 0; i < count; i++) { /* both lists are in the same order */
-        if (taken_at < taken && numbers[taken_at] == victims[i])
-            taken_at++;
+        if (locked_at < locked && numbers[locked_at] == victims[i])
+            locked_at++;
         else
             kvp_candidate_aside(pool, c, victims[i]);
     }
-    for (uint32_t i = 0; i < taken; i++)
-        unlink_victim(pool, c, numbers[i], 1);
-    kvp_count(pool, KVP_COUNT_EVICTED, taken);
-    kvp_count(pool, KVP_COUNT_SPARED, count - taken);
-    pool->evictions += taken;
-    return count ? taken : KVP_NO_WORKER;
+    kvp_count(pool, KVP_COUNT_SPARED, count - locked);
+    return count ? locked : KVP_NO_WORKER;
 }
 
-/* Evict exactly n blocks of the class in policy order, or as many as may be evicted. */
-static uint32_t make_room(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
+/* Lock n victims in policy order, or as many as may be evicted. */
+static uint32_t lock_victims(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
 {
     uint32_t got = 0;
 
     for (int round = 0; got < n && round < 2; round++) {
         if (round && !kvp_candidates_renew(pool, c))
             break;
-        for (uint32_t taken; got < n && (taken = evict_some(pool, c, numbers + got, n - got)) != KVP_NO_WORKER;)
-            got += taken;
+        for (uint32_t locked; got < n && (locked = lock_some(pool, c, numbers + got, n - got)) != KVP_NO_WORKER;)
+            got += locked;
         kvp_candidates_back(pool, c);
     }
+    return got;
+}
+
+/* Evict n blocks of the class in policy order; if not all can be had, all or none as `all` says. */
+static uint32_t make_room(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n, int all)
+{
+    uint32_t got = lock_victims(pool, c, numbers, n);
+    int take = got == n || !all;
+
+    for (uint32_t i = 0; i < got; i++) {
+        if (take) {
+            kvp_evict_take(&pool->arena, c, numbers[i]);
+            kvp_unlink_victim(pool, c, numbers[i], 1);
+        } else { /* the reservation fails: what is cached stays cached */
+            kvp_unhold(&pool->arena, c, numbers[i]);
+            kvp_candidate_add(pool, c, numbers[i]);
+        }
+    }
+    if (!take)
+        return 0;
+    kvp_count(pool, KVP_COUNT_EVICTED, got);
+    pool->evictions += got;
     return got;
 }
 
@@ -197,44 +215,45 @@ static uint64_t oldest_score(kvp_pool *pool, uint32_t c)
     return co_load_relaxed(&pool->arena.class[c].scores[victim]);
 }
 
-/* A segment for a class that lacks room, if one is free or idler than what the class would evict. Looking costs a
- * walk over the scores, so it is done once per segment's worth of evictions. */
-static int find_segment(kvp_pool *pool, uint32_t c)
+/* Blocks from a segment that is free, or idler than what the class would evict itself; `forced`: or any that can be
+ * emptied. Looking costs a walk over the scores, so unforced it is done once per segment's worth of evictions. */
+static uint32_t grow(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n, int forced)
 {
-    if (pool->arena.layout.classes == 1)
+    uint64_t oldest = UINT64_MAX;
+
+    if (pool->arena.layout.classes == 1 || n == 0)
         return 0;
     if (kvp_segment_adopt(&pool->arena, c))
-        return 1;
-    uint64_t oldest = oldest_score(pool, c);
-    if (oldest != UINT64_MAX && pool->evictions < pool->arena.layout.segment_bytes / pool->arena.class[c].stride)
-        return 0;
-    pool->evictions = 0;
-    return take_segment(pool, c, oldest);
+        return kvp_alloc(&pool->arena, c, numbers, n);
+    if (!forced) {
+        oldest = oldest_score(pool, c);
+        if (oldest != UINT64_MAX && pool->evictions < pool->arena.layout.segment_bytes / pool->arena.class[c].stride)
+            return 0;
+        pool->evictions = 0;
+    }
+    return take_segment(pool, c, oldest) ? kvp_alloc(&pool->arena, c, numbers, n) : 0;
 }
 
-/* Free blocks first, then free or idle segments, then eviction. All n or none. */
+/* Free blocks first, then free or idle segments, then eviction, then other classes' segments. All n or none. */
 static int reserve(kvp_pool *pool, uint32_t c, uint32_t n, uint32_t *numbers)
 {
     uint32_t got = kvp_alloc(&pool->arena, c, numbers, n);
 
-    while (got < n) {
-        uint32_t before = got;
-        if (find_segment(pool, c))
-            got += kvp_alloc(&pool->arena, c, numbers + got, n - got);
-        if (got < n)
-            got += make_room(pool, c, numbers + got, n - got);
-        if (got < n)
-            got += kvp_alloc(&pool->arena, c, numbers + got, n - got);
+    for (uint32_t before = n; got < n && got != before;) {
+        before = got;
+        got += grow(pool, c, numbers + got, n - got, 0);
+        got += make_room(pool, c, numbers + got, n - got, 1);
+        got += kvp_alloc(&pool->arena, c, numbers + got, n - got); /* what others freed meanwhile */
         if (got == before)
-            break;
+            got += grow(pool, c, numbers + got, n - got, 1);
     }
     if (got == n)
         return KVP_OK;
     kvp_free(&pool->arena, c, numbers, got);
     memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
     kvp_count(pool, KVP_COUNT_FULL, 1);
-    return kvp_fail(KVP_E_FULL, "%u blocks of class %u wanted, %u could be had: the rest is pinned or reserved; release "
-                    "hits, or make a larger pool", n, c, got);
+    return kvp_fail(KVP_E_FULL, "%u blocks of class %u wanted, %u are free and too few others may be evicted: they are pinned "
+                    "or reserved; release hits, or make a larger pool", n, c, got);
 }
 
 int kvp_reserve(kvp_pool *pool, uint32_t c, uint32_t n, uint32_t *numbers)
@@ -382,13 +401,13 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref)
     if (!kvp_ref_live(&pool->arena, ref))
         return 0;
     if (kvp_evict(&pool->arena, c, &victim, 1) == 1) {
-        unlink_victim(pool, c, number, 2);
+        kvp_unlink_victim(pool, c, number, 2);
         kvp_free(&pool->arena, c, &victim, 1);
         return 1;
     }
     if (!kvp_hold(&pool->arena, c, number))
         return 0; /* somebody else is evicting it */
-    unlink_victim(pool, c, number, 2);
+    kvp_unlink_victim(pool, c, number, 2);
     co_store_relaxed(&class->scores[number], 0); /* pinned: the first to go once it is not */
     kvp_unhold(&pool->arena, c, number);
     kvp_candidate_add(pool, c, number);
@@ -425,7 +444,7 @@ int64_t kvp_shrink(kvp_pool *pool, uint32_t c, uint32_t n)
     while (freed < n) {
         kvp_lock(pool);
         uint32_t left = (uint32_t)(n - freed);
-        uint32_t got = pool->closed ? 0 : make_room(pool, c, numbers, left < BATCH ? left : BATCH);
+        uint32_t got = pool->closed ? 0 : make_room(pool, c, numbers, left < BATCH ? left : BATCH, 0);
         kvp_free(&pool->arena, c, numbers, got);
         kvp_unlock(pool);
         freed += got;

@@ -377,42 +377,54 @@ static void check_block(kvp_pool *pool, uint32_t c, uint32_t number, struct kvp_
         kvp_check_fail(check, kvp_block(c, number), "class %u, block %u: readable, but no entry names it", c, number);
 }
 
-/* Is a live worker between two steps with this block: not yet published, or evicted and not yet forgotten? */
-static int is_in_work(const kvp_pool *pool, uint64_t ref)
+/* May an entry name this publication now? One load of the word, so that the answer is of one moment. */
+static int may_be_named(const kvp_pool *pool, uint64_t ref, uint64_t word)
 {
     const struct kvp_arena *arena = &pool->arena;
-    uint64_t word = nc_load(&arena->class[kvp_block_class((uint32_t)ref)].words[kvp_block_number((uint32_t)ref)]);
     enum kvp_state state = kvp_word_state(word);
 
+    if (state == KVP_LIVE)
+        return kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref;
+    /* Not yet published, or evicted and not yet forgotten. */
     return (state == KVP_OWN || state == KVP_EVICTING) && kvp_word_who(word) < arena->layout.workers &&
            !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
 }
 
-/* Every entry names a publication, present or in the making, whose tag agrees, and no key has two. */
-static void check_entry(kvp_pool *pool, struct kvp_entry *entry, struct kvp_check *check)
+/* NULL, or what is wrong with an entry. The value is read again last: an entry that is still there was there all the
+ * time, and a worker takes its entries away before it lets a block go. */
+static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *entry)
 {
     uint64_t value = co_load(&entry->value), ref = value & KVP_REF_MASK;
-    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+    uint32_t c = kvp_block_class((uint32_t)ref);
+    const char *problem = NULL;
 
     if (value == 0)
-        return;
-    check->entries++;
-    if (!block_exists(pool, ref)) {
-        kvp_check_fail(check, (uint32_t)ref, "an entry names class %u, block %u, which does not exist", c, number);
-        return;
-    }
-    const struct kvp_tag *tag = &pool->arena.class[c].tags[number];
+        return NULL;
+    if (!block_exists(pool, ref))
+        return "an entry names a block that does not exist";
+    const struct kvp_tag *tag = &pool->arena.class[c].tags[kvp_block_number((uint32_t)ref)];
     struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
-    if (!kvp_ref_live(&pool->arena, ref)) {
-        if (!is_in_work(pool, ref) && entry_state(value) != KVP_ENTRY_ABORTED && co_load(&entry->value) == value)
-            kvp_check_fail(check, (uint32_t)ref, "an entry names class %u, block %u, which is not published", c, number);
-        return;
-    }
-    uint64_t found = find_slow(pool, c, &key);
-    if (co_load(&entry->tag) != key.high && co_load(&entry->value) == value)
-        kvp_check_fail(check, (uint32_t)ref, "class %u, block %u: its entry has another key", c, number);
-    else if (found != ref && kvp_ref_live(&pool->arena, ref) && co_load(&entry->value) == value)
-        kvp_check_fail(check, (uint32_t)ref, "class %u, block %u: its key finds another block", c, number);
+    uint64_t word = nc_load(&pool->arena.class[c].words[kvp_block_number((uint32_t)ref)]);
+    if (!may_be_named(pool, ref, word) && entry_state(value) != KVP_ENTRY_ABORTED)
+        problem = "an entry names a block that is not published";
+    else if (kvp_word_state(word) == KVP_LIVE && co_load(&entry->tag) != key.high)
+        problem = "the entry of a block has another key";
+    else if (kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
+        problem = "the key of a block finds another one";
+    return co_load(&entry->value) == value ? problem : NULL;
+}
+
+static void check_entry(const kvp_pool *pool, const struct kvp_entry *entry, struct kvp_check *check)
+{
+    const char *problem = entry_problem(pool, entry);
+
+    for (int again = 0; problem && kvp_check_patience(check, again); again++)
+        problem = entry_problem(pool, entry);
+    uint64_t value = co_load(&entry->value);
+    uint32_t block = (uint32_t)value;
+    check->entries += value != 0;
+    if (problem)
+        kvp_check_fail(check, block, "class %u, block %u: %s", kvp_block_class(block), kvp_block_number(block), problem);
 }
 
 void kvp_directory_check(kvp_pool *pool, struct kvp_check *check)

@@ -115,6 +115,7 @@ struct kvp_pool {
     pthread_mutex_t lock;      /* private: arena, heaps, log */
     uint64_t life;             /* of the superblock, as opened */
     uint64_t forks;            /* kvp_fork_count at open */
+    uint32_t holders;          /* the handle itself and each hold: the last one unmaps */
     uint32_t copies;           /* calls between reserve and publish, outside the lock */
     int joined;
     int closed;
@@ -134,6 +135,10 @@ static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t 
 {
     co_add(&pool->arena.slots[pool->arena.self].counter[counter], n);
 }
+/* A block that we have evicted or hold: its names go, and a record says which kind of end it was. Under the lock. */
+void kvp_unlink_victim(kvp_pool *pool, uint32_t class, uint32_t number, int kind);
+/* One holder less. */
+void kvp_pool_release(kvp_pool *pool);
 /* Append to our log; kinds as in struct kvp_event. */
 void kvp_log_event(kvp_pool *pool, int kind, uint64_t ref, const struct kvp_key *key);
 

@@ -105,7 +105,7 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
 int kvp_pool_open(const char *uri, kvp_pool **out);
 /* Give back all that this worker holds and leave; idempotent. The mapping stays readable. */
 int kvp_pool_leave(kvp_pool *pool);
-/* Leave, unmap, free. No pointer into the mapping may be used afterwards. NULL is allowed. */
+/* Leave; unmap and free with the last hold. No pointer into the mapping may be used afterwards. NULL is allowed. */
 void kvp_pool_free(kvp_pool *pool);
 /* Retire a pool and remove its name. BUSY while workers live, unless forced: they then answer REPLACED. */
 int kvp_pool_remove(const char *uri, int force);
@@ -158,7 +158,8 @@ int64_t kvp_pin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
 /* Undo one pin of each reference that is not 0, and make it 0: doing it again does nothing. */
 int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
 
-/* Take n blocks to fill, evicting if need be: all, or none and then every number is KVP_NO_BLOCK. FULL, RANGE. */
+/* Take n blocks to fill, evicting if need be: all, or none; then every number is KVP_NO_BLOCK and nothing was
+ * evicted. FULL, RANGE. */
 int kvp_reserve(kvp_pool *pool, uint32_t class_, uint32_t n, uint32_t *numbers);
 /* Give reserved blocks back unpublished; their numbers become KVP_NO_BLOCK, which is skipped. RANGE, NOTOWNED. */
 int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n);
@@ -183,6 +184,25 @@ int64_t kvp_read(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, 
 int64_t kvp_put(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const void *const *from, uint64_t bytes);
 /* Copy into a reserved block. INVALID, RANGE, NOTOWNED. */
 int kvp_fill(kvp_pool *pool, uint32_t class_, uint32_t number, const void *from, uint64_t bytes);
+
+/* ---- holds: pins and reservations as one object with one destructor ----
+ * For languages with finalizers: whatever moment an interrupt or an exception chooses, the destructor knows what is
+ * still held. A hold keeps the pool mapped. */
+struct kvp_hold {
+    kvp_pool *pool;
+    uint64_t *refs;            /* pinned; 0 where nothing is */
+    uint32_t *numbers;         /* reserved; KVP_NO_BLOCK where nothing is */
+    uint32_t class_;
+    uint32_t n;
+};
+/* An empty hold for n blocks; NULL without memory. */
+struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t class_, uint32_t n);
+/* As kvp_pin_refs, of a copy of refs, into the hold: all n or none. */
+int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs);
+/* Unpin and withdraw what is left; the hold stays. */
+void kvp_hold_clear(struct kvp_hold *hold);
+/* Clear and free. NULL is allowed. */
+void kvp_hold_end(struct kvp_hold *hold);
 
 /* ---- observation ---- */
 

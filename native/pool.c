@@ -45,6 +45,12 @@ static void forget(void *context, uint32_t block)
     kvp_directory_forget(context, block);
 }
 
+static void drained(void *context, uint32_t block)
+{
+    kvp_unlink_victim(context, kvp_block_class(block), kvp_block_number(block), 1);
+    kvp_count(context, KVP_COUNT_EVICTED, 1);
+}
+
 static void settle(void *context, uint32_t block)
 {
     kvp_directory_settle(context, block);
@@ -105,6 +111,7 @@ static int attach(kvp_pool *pool)
     if (status)
         return status;
     pool->arena.forget = forget;
+    pool->arena.drained = drained;
     pool->arena.settle = settle;
     pool->arena.context = pool;
     pool->directory = (struct kvp_entry *)(void *)(pool->mapping.base + pool->arena.layout.directory_offset);
@@ -143,6 +150,7 @@ static kvp_pool *new_pool(void)
     pthread_mutex_init(&pool->lock, NULL);
     pool->mapping.fd = -1;
     pool->forks = kvp_fork_count();
+    pool->holders = 1;
     return pool;
 }
 
@@ -305,11 +313,10 @@ int kvp_pool_leave(kvp_pool *pool)
     return KVP_OK;
 }
 
-void kvp_pool_free(kvp_pool *pool)
+void kvp_pool_release(kvp_pool *pool)
 {
-    if (!pool)
+    if (__atomic_sub_fetch(&pool->holders, 1, __ATOMIC_ACQ_REL))
         return;
-    kvp_pool_leave(pool);
     kvp_arena_free(&pool->arena);
     for (uint32_t c = 0; c < KVP_CLASSES_MAX; c++)
         free(pool->heap[c].item);
@@ -317,6 +324,14 @@ void kvp_pool_free(kvp_pool *pool)
         kvp_mapping_close(&pool->mapping);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
+}
+
+void kvp_pool_free(kvp_pool *pool)
+{
+    if (!pool)
+        return;
+    kvp_pool_leave(pool);
+    kvp_pool_release(pool);
 }
 
 static int workers_alive(const struct kvp_arena *arena)

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["Hit", "Reservation"]
 
 
+def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
+    """An empty hold whose destructor is a C function.
+
+    A `__del__` in Python could swallow a KeyboardInterrupt that arrives while it runs; this cannot, and it knows what
+    is held at whatever moment an exception comes.
+    """
+    raw = lib.kvp_hold_new(pool.handle, block_class, capacity)
+    if not raw:
+        raise MemoryError(f"no memory for a list of {capacity} blocks")
+    return ffi.gc(raw, lib.kvp_hold_end)
+
+
 class Hit:
     """Blocks that are pinned: while it is held they are neither reused nor moved. A context manager.
 
@@ -27,23 +39,18 @@ class Hit:
     that made it (in a forked child it is inert).
     """
 
-    __slots__ = ("__weakref__", "_owned", "_pool", "block_class", "blocks", "refs")
+    __slots__ = ("__weakref__", "_pool", "block_class", "blocks", "held", "refs")
 
     def __init__(self, pool: Pool, block_class: int, capacity: int) -> None:
         self._pool = pool
         self.block_class = block_class
-        # The C core keeps this array true at every moment, so an interrupt between two lines loses no pin.
-        self._owned = np.zeros(capacity, np.uint64)
-        self.refs: NDArray[np.uint64] = self._owned[:0]
+        self.held = new_hold(pool, block_class, capacity)
+        self.refs: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
-
-    def pointer(self) -> Any:
-        """The references as C has them."""
-        return ffi.cast("uint64_t *", ffi.from_buffer(self._owned))
 
     def hold(self, count: int) -> Hit:
         """The first `count` references are pinned now."""
-        self.refs = self._owned[:count].copy()
+        self.refs = np.frombuffer(ffi.buffer(self.held.refs, 8 * count), np.uint64).copy()
         self.refs.flags.writeable = False
         self.blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
         return self
@@ -66,17 +73,13 @@ class Hit:
 
     def release(self) -> None:
         """Undo the pins. Idempotent."""
-        lib.kvp_unpin_refs(self._pool.handle, self.pointer(), len(self._owned))
+        lib.kvp_hold_clear(self.held)
 
     def __enter__(self) -> Hit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
-
-    def __del__(self) -> None:
-        if len(getattr(self, "_owned", ())):
-            self.release()
 
     def __repr__(self) -> str:
         return f"<Hit {len(self)} blocks of class {self.block_class}>"
@@ -89,26 +92,25 @@ class Reservation:
     keep other writable references to their memory. `keys[i]` will name `views[i]`.
     """
 
-    __slots__ = ("__weakref__", "_owned", "_pool", "_thread", "_views", "block_class", "blocks", "keys", "refs")
+    __slots__ = ("__weakref__", "_pool", "_thread", "_views", "block_class", "blocks", "held", "keys", "refs")
 
     def __init__(self, pool: Pool, block_class: int, keys: tuple[Any, int]) -> None:
         self._pool = pool
         self.block_class = block_class
         self.keys = keys
         self._thread = threading.get_ident()
-        # NO_BLOCK marks what is not ours; the C core writes it, so an interrupt between two lines leaks nothing.
-        self._owned = np.full(keys[1], lib.KVP_NO_BLOCK, np.uint32)
+        self.held = new_hold(pool, block_class, keys[1])
         self._views: list[NDArray[Any]] = []
         self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.refs: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
-    def pointer(self) -> Any:
-        """The numbers as C has them."""
-        return ffi.cast("uint32_t *", ffi.from_buffer(self._owned))
+    def _numbers(self) -> NDArray[np.uint32]:
+        """What is still reserved, by position, as C has it now."""
+        return np.frombuffer(ffi.buffer(self.held.numbers, 4 * len(self)), np.uint32)
 
     def hold(self) -> Reservation:
         """All blocks are reserved now."""
-        self.blocks = self._owned.copy()
+        self.blocks = self._numbers().copy()
         self.blocks.flags.writeable = False
         return self
 
@@ -122,7 +124,7 @@ class Reservation:
     @property
     def is_open(self) -> bool:
         """Is anything still reserved, neither published nor withdrawn?"""
-        return bool((self._owned != lib.KVP_NO_BLOCK).any())
+        return bool((self._numbers() != lib.KVP_NO_BLOCK).any())
 
     @property
     def views(self) -> list[NDArray[np.uint8]]:
@@ -146,7 +148,7 @@ class Reservation:
             source = ffi.from_buffer(data)
         except (TypeError, ValueError, BufferError) as error:
             raise InvalidArgument(f"block data must be a contiguous buffer: {error}") from error
-        number = int(self._owned[index])
+        number = int(self._numbers()[index])
         check(lib.kvp_fill(self._pool.handle, self.block_class, number, source, len(source)))
 
     def _end(self) -> None:
@@ -167,7 +169,7 @@ class Reservation:
         refs = np.zeros(count, np.uint64)
         for view in self._views:
             view.flags.writeable = False
-        published = check(lib.kvp_publish(self._pool.handle, self.block_class, self.pointer(), pointer, count,
+        published = check(lib.kvp_publish(self._pool.handle, self.block_class, self.held.numbers, pointer, count,
                                           ffi.cast("uint64_t *", ffi.from_buffer(refs))))  # fmt: skip
         self._end()
         self.refs = refs
@@ -180,18 +182,13 @@ class Reservation:
 
     def _withdraw(self) -> None:
         self._end()
-        if self.is_open:
-            lib.kvp_withdraw(self._pool.handle, self.block_class, self.pointer(), len(self._owned))
+        lib.kvp_hold_clear(self.held)
 
     def __enter__(self) -> Reservation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._withdraw()
-
-    def __del__(self) -> None:
-        if len(getattr(self, "_owned", ())):
-            self._withdraw()
 
     def __repr__(self) -> str:
         return f"<Reservation {len(self)} blocks of class {self.block_class}{'' if self.is_open else ', over'}>"

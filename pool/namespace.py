@@ -68,7 +68,7 @@ class Namespace:
         """
         pointer, count = key_buffer(keys)
         hit = Hit(self.pool, self.block_class, count)
-        return hit.hold(check(lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.pointer())))
+        return hit.hold(check(lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.held.refs)))
 
     def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
@@ -79,7 +79,7 @@ class Namespace:
         new = Reservation(self.pool, self.block_class, key_buffer(keys))
 
         def attempt() -> Reservation:
-            check(lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.pointer()))
+            check(lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))
             return new.hold()
 
         return patiently(attempt, timeout)

@@ -127,17 +127,11 @@ class Pool:
             wanted = np.array(refs, dtype=np.uint64)
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidArgument(f"references are integers of 64 bits: {error}") from error
-        classes = set(((wanted & np.uint64(0xFFFFFFFF)) >> np.uint64(29)).tolist())
+        classes = set(((wanted & np.uint64(0xFFFFFFFF)) >> np.uint64(29)).ravel().tolist())
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
         hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        hit._owned[:] = wanted
-        pinned = check(lib.kvp_pin_refs(self.handle, hit.pointer(), len(wanted)))
-        if pinned < len(wanted):
-            hit.release()
-            check(lib.kvp_pin_refs(self.handle, ffi.new("uint64_t[]", [int(wanted[pinned])]), 1))
-            return self.pin(refs)
-        return hit.hold(pinned)
+        return hit.hold(check(lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted)))))
 
     def evict(self, count: int, block_class: int = 0) -> int:
         """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""

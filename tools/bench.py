@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from kvpool.tools.bench_suite import Effort, Report, Row, merge
+from kvpool.tools.bench_suite import Effort, Report, merge
+from kvpool.tools.console import emit, grid, json_option, stdout, table
 
 __all__ = ["SUITES", "bench"]
 
@@ -52,17 +50,17 @@ def page_kind() -> str:
     return f"{'2 MiB' if stats['huge_bytes'] else '4 KiB'} (transparent huge pages for shmem: {setting})"
 
 
-def machine() -> list[tuple[str, str]]:
+def machine() -> dict[str, str]:
     """What a reader must know of the machine to judge the numbers."""
     model, features = processor()
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    return [
-        ("processor", f"{model}, {os.cpu_count()} online"),
-        ("features", " ".join(features)),
-        ("kernel", f"{platform.system()} {platform.release()}, Python {platform.python_version()}"),
-        ("pages", page_kind()),
-        ("load average", load),
-    ]
+    return {
+        "processor": f"{model}, {os.cpu_count()} online",
+        "features": " ".join(features),
+        "kernel": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "pages": page_kind(),
+        "load average": load,
+    }
 
 
 def number(value: float) -> str:
@@ -70,35 +68,26 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def row_table(suite: str, rows: list[Row]) -> Table:
-    """The rows for a reader."""
-    table = Table(title=f"kvpool bench {suite}: medians; ratio = measured / bound", title_justify="left")
-    table.add_column("row")
-    for column in ("measured", "bound", "ratio", "target"):
-        table.add_column(column, justify="right")
-    table.add_column("unit")
-    table.add_column("verdict")
-    for row in rows:
-        target = "-" if row.target is None else number(row.target)
-        table.add_row(row.name, number(row.measured), number(row.bound), number(row.ratio), target, row.unit, row.verdict)
-    return table
-
-
-def show(suite: str, about: list[tuple[str, str]], report: Report) -> None:
+def show(suite: str, about: dict[str, str], report: Report) -> None:
     """Print machine, rows and what was left out."""
-    console = Console()
-    for name, value in about:
-        console.print(f"{name:<13} {value}", highlight=False, markup=False)
-    console.print(row_table(suite, report.rows))
+    rows = table(f"{suite}: medians; ratio = measured / bound", "row", "unit", "measured", "bound", "ratio", "target",
+                 "verdict", left=2)  # fmt: skip
+    for row in report.rows:
+        target = "-" if row.target is None else number(row.target)
+        numbers = [number(value) for value in (row.measured, row.bound, row.ratio)]
+        rows.add_row(row.name, row.unit, *numbers, target, row.verdict)
+    console = stdout()
+    console.print(grid("", about))
+    console.print(rows)
     for note in report.notes:
-        console.print(f"left out: {note}", highlight=False, markup=False)
+        console.print(f"left out: {note}")
 
 
 @click.command()
 @click.argument("suite", type=click.Choice(sorted(SUITES)), default="core")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows and nothing else.")
+@json_option
 @click.option("--quick", is_flag=True, help="A few seconds: fewer samples, more noise.")
-@click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Run so often; print medians.")
+@click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs; medians are printed.")
 def bench(suite: str, as_json: bool, quick: bool, repeat: int) -> None:
     """Measure this machine with a SUITE.
 
@@ -106,9 +95,9 @@ def bench(suite: str, as_json: bool, quick: bool, repeat: int) -> None:
     machines and days, times cannot.
     """
     run = load_suite(suite)
-    about = [] if as_json else machine()
+    about = {} if as_json else machine()
     report = merge(run(Effort(quick)) for _ in range(repeat))
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in report.rows], indent=1))
+        emit([asdict(row) for row in report.rows])
     else:
         show(suite, about, report)

@@ -37,7 +37,7 @@ def build_driver(folder: Path, core_flags: tuple[str, ...] = ()) -> Path:
     objects = [str(folder / f"{Path(path).parent.name}_{Path(path).stem}.o") for path in core]
     program = folder / "bench_core"
     jobs = [
-        [compiler, *FLAGS, *core_flags, "-c", source, "-o", target] for source, target in zip(core, objects, strict=True)
+        [compiler, *FLAGS, *core_flags, "-c", source, "-o", made] for source, made in zip(core, objects, strict=True)
     ]
     jobs.append([compiler, *FLAGS, str(SOURCE), *objects, "-o", str(program)])
     for job in jobs:

@@ -1,0 +1,354 @@
+"""Processes come and go, politely or not: nothing is lost, nothing leaks, nobody waits for the dead."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import kvpool
+import numpy as np
+import pytest
+from conftest import eventually, fill, payload
+
+PRELUDE = """
+import os, signal, sys, time, threading
+import numpy as np
+import kvpool
+sys.path.insert(0, {tests!r})
+from conftest import fill, payload
+identity = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def say(text):
+    print(text, flush=True)
+"""
+
+
+def script(body):
+    return PRELUDE.format(tests=os.path.dirname(__file__)) + textwrap.dedent(body)
+
+
+@pytest.fixture
+def start():
+    """Start a program that prints lines; killed at the end of the test."""
+    running = []
+
+    def run(body, *arguments):
+        running.append(subprocess.Popen([sys.executable, "-P", "-c", script(body), *map(str, arguments)],
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+        return running[-1]
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def recovered(pool):
+    """No dead worker is left, and the pool is clean."""
+    return eventually(lambda: all(w["state"] != "dead" for w in pool.stats()["worker_list"]) and (r := pool.check()).clean and r)
+
+
+PHASES = {
+    "reserved": "new = ns.reserve(keys); die()",
+    "half filled": "new = ns.reserve(keys); new.views[0][:] = 1; die()",
+    "filled": "new = ns.reserve(keys)\nfor k, v in zip(keys, new.views): v[:] = payload(k)\ndie()",
+    "published": "fill(ns, keys); die()",
+    "pinning": "fill(ns, keys); hit = ns.match(keys); die()",
+    "pinning removed": "fill(ns, keys); hit = ns.match(keys); ns.remove(keys); die()",
+    "withdrawn": "new = ns.reserve(keys); new.withdraw(); die()",
+    "joined": "die()",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_kill_in_each_phase(pool, ns, uri, start, phase):
+    keys = ns.keys(range(160))
+    killed = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160))\n" + PHASES[phase], uri)
+    assert killed.wait(30) == -signal.SIGKILL
+    report = recovered(pool)
+    assert report, pool.check()
+    assert (report.pins, report.leaked, report.blocks["reserved"]) == (0, 0, 0)
+    kept = ns.contains(keys)
+    assert kept.all() if phase in ("published", "pinning") else not kept.any()
+    assert pool.stats()["recoveries"] == 1
+    with ns.match(keys) as hit:
+        assert all(np.array_equal(v, payload(k)) for k, v in zip(keys, hit.views, strict=False))
+    assert fill(ns, ns.keys(range(7, 7 + 16 * 64))) == 64
+
+
+def test_killed_while_all_work(pool, ns, uri, start):
+    """Random kills among random work, for a while; every byte that anybody reads is right."""
+    body = """
+        import random
+        pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); rng = random.Random(int(sys.argv[2]))
+        say("ready")
+        while True:
+            at = rng.randrange(30) * 16
+            keys = ns.keys(range(at, at + 16 * rng.randrange(1, 8)))
+            with ns.match(keys) as hit:
+                for k, v in zip(keys, hit.views):
+                    if not np.array_equal(v, payload(k)):
+                        say("WRONG"); die()
+                rest = keys[len(hit):]
+            try:
+                fill(ns, rest)
+            except kvpool.PoolFull:
+                pass
+            if rng.random() < 0.1:
+                ns.remove(keys[:2])
+    """
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    seeds = iter(range(seed, seed + 1000))
+    workers = [start(body, uri, next(seeds)) for _ in range(3)]
+    for _ in range(12):
+        time.sleep(rng.random() * 0.15)
+        victim = workers.pop(rng.randrange(len(workers)))
+        victim.kill()
+        assert "WRONG" not in victim.communicate()[0]
+        workers.append(start(body, uri, next(seeds)))
+    for worker in workers:
+        worker.kill()
+        assert "WRONG" not in worker.communicate()[0]
+    report = recovered(pool)
+    assert report, pool.check()
+    assert report.pins == report.leaked == report.blocks["reserved"] == 0
+
+
+def test_everybody_dies_and_a_newcomer_recovers(uri, start, identity):
+    body = """
+        pool = kvpool.create(sys.argv[1], blocks=64, block="4KiB", workers=4) if sys.argv[2] == "0" else kvpool.open(sys.argv[1])
+        ns = pool.namespace(identity); keys = ns.keys(range(160)); fill(ns, keys); hit = ns.match(keys)
+        new = ns.reserve(ns.keys(range(int(sys.argv[2]) * 1000 + 5, int(sys.argv[2]) * 1000 + 85)))
+        say("ready"); time.sleep(60)
+    """
+    workers = []
+    for i in range(4):
+        workers.append(start(body, uri, i))
+        assert workers[-1].stdout.readline() == "ready\n"
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait()
+    with kvpool.open(uri) as pool:
+        report = recovered(pool)
+        assert report, pool.check()
+        assert (report.pins, report.leaked, report.blocks["live"]) == (0, 0, 10)
+        assert pool.namespace(identity).contains(pool.namespace(identity).keys(range(160))).all()
+
+
+def test_readers_that_die_use_up_nothing(pool, uri, start):
+    body = "p = kvpool.open(sys.argv[1]); die()"
+    for _ in range(3):
+        waiting = [start(body, uri) for _ in range(4)]
+        assert all(each.wait(30) == -signal.SIGKILL for each in waiting)
+    assert recovered(pool)
+    assert sum(w["state"] != "free" for w in pool.stats()["worker_list"]) == 1
+
+
+def test_a_stopped_worker_blocks_nobody(pool, ns, uri, start):
+    stopped = start("""
+        pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity)
+        new = ns.reserve(ns.keys(range(160))); say("ready"); time.sleep(60)
+    """, uri)  # fmt: skip
+    assert stopped.stdout.readline() == "ready\n"
+    stopped.send_signal(signal.SIGSTOP)
+    assert fill(ns, ns.keys(range(16 * 54))) == 54
+    with pytest.raises(kvpool.PoolFull):
+        ns.reserve(ns.keys(range(3, 3 + 16 * 60)), timeout=0.1)
+    assert ns.contains(ns.keys(range(16 * 54))).all()
+    assert pool.evict(100) == 54
+    stopped.kill()
+    stopped.wait()
+    assert recovered(pool)
+    assert fill(ns, ns.keys(range(3, 3 + 16 * 64))) == 64
+
+
+def test_exec_is_a_death(pool, ns, uri, start):
+    body = """
+        pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); new = ns.reserve(ns.keys(range(160)))
+        os.execv("/bin/sleep", ["sleep", "30"])
+    """
+    gone = start(body, uri)
+    assert eventually(lambda: pool.stats()["recoveries"] == 1, 10)
+    report = recovered(pool)
+    assert report
+    assert report.blocks["reserved"] == 0
+    assert gone.poll() is None
+
+
+EXITS = {
+    "normally": "",
+    "by an exception": "raise SystemExit(3)",
+    "by os._exit": "os._exit(0)",
+    "by sys.exit in a with": "sys.exit(0)",
+    "with a cycle": "a = [hit, views]; a.append(a); del hit, views",
+    "with the pool first": "pool.close(); del pool",
+    "with the module torn down": "import builtins; builtins.keep = (hit, views, new, pool)",
+    "with a daemon thread reading": "threading.Thread(target=lambda: [v.sum() for _ in range(10**9) for v in views], daemon=True).start()",
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_exit_with_live_views_never_crashes(pool, ns, uri, start, how):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    done = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160)); hit = ns.match(keys)\n"
+                 "views = hit.views; rows = pool.tensor(); new = ns.reserve(ns.keys(range(5, 85))); wv = new.views\n" + EXITS[how], uri)  # fmt: skip
+    out, err = done.communicate(timeout=30)
+    assert done.returncode in (0, 3), err
+    assert "ignored" not in err
+    assert "leaked" not in err
+    assert ns.contains(keys).all()
+    report = recovered(pool)
+    assert report
+    assert report.pins == report.blocks["reserved"] == 0
+
+
+def test_views_survive_their_pool(uri, identity):
+    pool = kvpool.create(uri, blocks=64, block="4KiB")
+    ns = pool.namespace(identity)
+    keys = ns.keys(range(16))
+    fill(ns, keys)
+    view = ns.match(keys).views[0]
+    rows = pool.tensor()
+    pool.close()
+    kvpool.remove(uri)
+    del pool, ns
+    assert np.array_equal(view, payload(keys[0]))
+    assert rows.sum() > 0
+
+
+CALLS = {
+    "create": "kvpool.create(f'memfd:', '64MiB', '4KiB').close()",
+    "open": "kvpool.open(sys.argv[1]).close()",
+    "match": "ns.match(keys).release()",
+    "reserve": "ns.reserve(other).withdraw()",
+    "reserve in a with": "with_reserve()",
+    "publish": "fill(ns, other); ns.remove(other)",
+    "put": "ns.put(other, data); ns.remove(other)",
+    "get_into": "ns.get_into(keys, data)",
+    "contains": "ns.contains(keys)",
+    "evict": "pool.evict(1)",
+    "waiting": "ns.reserve(ns.keys(range(16 * 64)), timeout=30) if not full else ns.reserve(other, timeout=30)",
+    "check": "pool.check()",
+    "events": "pool.events().poll()",
+    "stats": "pool.stats()",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupts_leak_nothing(pool, ns, uri, start, call):
+    """Ctrl-C at random moments: KeyboardInterrupt, not a crash, not a lost block, and the pool goes on."""
+    body = f"""
+        full = None
+        pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity)
+        keys, other = ns.keys(range(160)), ns.keys(range(5, 165))
+        data = np.zeros((10, 4096), np.uint8)
+        fill(ns, keys)
+        def with_reserve():
+            with ns.reserve(other):
+                pass
+        if {call!r} == "waiting":
+            full = ns.match(keys), ns.reserve(ns.keys(range(9, 9 + 16 * 54)))
+        say("ready")
+        interrupts = 0
+        while interrupts < 10:
+            try:
+                try:
+                    while True:
+                        {CALLS[call]}
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    say("interrupted")
+            except KeyboardInterrupt:
+                interrupts += 1
+                say("interrupted")
+        del full
+        import gc; gc.collect()
+        print(pool.check().clean, pool.check().pins, pool.check().blocks["reserved"], len(os.listdir("/proc/self/fd")) < 20)
+    """
+    process = start(body, uri)
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    rng = random.Random(call)
+    for _ in range(10):
+        time.sleep(rng.random() * 0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n", process.communicate()
+    out, err = process.communicate(timeout=30)
+    assert out.split() == ["True", "0", "0", "True"], (out, err)
+    assert process.returncode == 0, err
+    assert recovered(pool)
+
+
+def test_no_handles_are_lost(pool, uri):
+    def resources():
+        with open("/proc/self/maps") as maps:
+            mapped = sum("kvpool" in line for line in maps)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped
+
+    before = resources()
+    for _ in range(100):
+        with kvpool.open(uri):
+            pass
+        with pytest.raises(kvpool.Error):
+            kvpool.open(uri + "-none")
+        with pytest.raises(kvpool.Error):
+            kvpool.create(uri, "1MiB")
+    assert resources() == before
+
+
+def test_descriptors_do_not_reach_children(pool):
+    done = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True)
+    assert "kvpool" not in done.stdout
+
+
+def test_memfd_by_inheritance_and_by_pid(identity, start):
+    with kvpool.create("memfd:", blocks=64, block="4KiB") as pool:
+        ns = pool.namespace(identity)
+        keys = ns.keys(range(160))
+        fill(ns, keys)
+        child = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); say(len(ns.match(ns.keys(range(160)))))", pool.uri)
+        assert child.stdout.readline() == "10\n", child.communicate()
+
+
+def test_hugetlb_or_a_clear_refusal(identity):
+    try:
+        pool = kvpool.create("hugetlb:2MiB", "16MiB", "64KiB")
+    except kvpool.NoSpace as error:
+        pytest.skip(f"no huge pages are reserved here: {error}")
+    with pool:
+        ns = pool.namespace(identity)
+        fill(ns, ns.keys(range(160)))
+        assert pool.check().clean
+        assert pool.stats()["huge_bytes"] == pool.info["bytes"]
+
+
+def test_all_memory_is_backed_at_create(uri):
+    steps = []
+    with kvpool.create(uri, "32MiB", "64KiB", progress=lambda done, total: steps.append((done, total))):
+        info = os.stat(f"/dev/shm/kvpool.{os.getuid()}.{uri[4:]}")
+        assert info.st_blocks * 512 >= 32 << 20
+    assert steps[-1] == (32 << 20, 32 << 20)
+
+
+def test_a_creator_that_dies_leaves_nothing(uri, start):
+    body = """
+        def stop(done, total):
+            die()
+        kvpool.create(sys.argv[1], "128MiB", "64KiB", progress=stop)
+    """
+    assert start(body, uri).wait(30) == -signal.SIGKILL
+    assert not [entry for entry in os.listdir("/dev/shm") if uri[4:] in entry]
+    kvpool.create(uri, "1MiB", "4KiB").close()
+
+
+def test_of_two_creators_one_wins(uri, start):
+    body = "\ntry:\n    p = kvpool.create(sys.argv[1], '16MiB', '4KiB'); say('made'); time.sleep(5)\nexcept kvpool.Exists:\n    say('exists')\n"
+    said = sorted(each.stdout.readline() for each in [start(body, uri) for _ in range(4)])
+    assert said == ["exists\n"] * 3 + ["made\n"]
