@@ -129,6 +129,13 @@ static inline uint64_t kvp_ref(uint32_t block, uint64_t generation)
     return (generation & KVP_GENERATION_MASK) << 32 | block;
 }
 
+/* The generation of a block's next publication. Never 0 in the 30 bits of a reference: reference 0 is none. */
+static inline uint64_t kvp_next_generation(uint64_t generation)
+{
+    generation++;
+    return generation & KVP_GENERATION_MASK ? generation : generation + 1;
+}
+
 /* ---- the arena: one worker's private view ---- */
 
 struct kvp_magazine {
@@ -202,8 +209,10 @@ void kvp_evict_take(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Both in one, for all that are not pinned. */
 uint32_t kvp_evict(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
 /* LIVE -> EVICTING(self), whatever the pins: holds a block still while its names change. 1 if held. And back. */
-int kvp_hold(struct kvp_arena *arena, uint32_t class, uint32_t number);
-void kvp_unhold(struct kvp_arena *arena, uint32_t class, uint32_t number);
+int kvp_lock_block(struct kvp_arena *arena, uint64_t ref);
+void kvp_unlock_block(struct kvp_arena *arena, uint32_t class, uint32_t number);
+/* Is a block that we have locked pinned by anybody? */
+int kvp_is_pinned(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Is this reference's publication readable now? */
 int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref);
 /* Address of a block's payload; NULL if there is no such block. */

@@ -152,7 +152,7 @@ int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, u
     int status = is_owned(arena, c, number, &word);
 
     if (status == KVP_OK)
-        *ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word) + 1);
+        *ref = kvp_ref(kvp_block(c, number), kvp_next_generation(kvp_word_generation(word)));
     return status;
 }
 
@@ -164,7 +164,7 @@ int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
     if (status)
         return status;
     /* Release: payload, tag and score are visible to whoever sees LIVE. */
-    nc_store(&arena->class[c].words[number], kvp_word(kvp_word_generation(word) + 1, 0, KVP_LIVE));
+    nc_store(&arena->class[c].words[number], kvp_word(kvp_next_generation(kvp_word_generation(word)), 0, KVP_LIVE));
     nc_write_back(&arena->class[c].words[number], 8);
     KVP_CRASH_POINT("publish.live");
     return KVP_OK;
@@ -227,15 +227,16 @@ static uint32_t lock_victims(struct kvp_arena *arena, uint32_t c, uint32_t *numb
     return locked;
 }
 
-int kvp_hold(struct kvp_arena *arena, uint32_t c, uint32_t number)
+int kvp_lock_block(struct kvp_arena *arena, uint64_t ref)
 {
+    uint32_t block = (uint32_t)ref, c = kvp_block_class(block), number = kvp_block_number(block);
     uint64_t word = nc_load(&arena->class[c].words[number]);
 
-    return kvp_word_state(word) == KVP_LIVE &&
+    return kvp_word_state(word) == KVP_LIVE && kvp_ref(block, kvp_word_generation(word)) == ref &&
            nc_cas(&arena->class[c].words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_EVICTING));
 }
 
-void kvp_unhold(struct kvp_arena *arena, uint32_t c, uint32_t number)
+void kvp_unlock_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     uint64_t word = nc_load_relaxed(&arena->class[c].words[number]);
 
@@ -255,7 +256,7 @@ static uint32_t keep_unpinned(struct kvp_arena *arena, uint32_t c, uint32_t *num
         if (class->victims[number / 64] & bit)
             numbers[kept++] = number;
         else
-            kvp_unhold(arena, c, number);
+            kvp_unlock_block(arena, c, number);
         class->victims[number / 64] &= ~bit;
         KVP_CRASH_POINT("evict.decided");
     }
@@ -275,6 +276,18 @@ uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t c, uint32_t *numbers,
     return keep_unpinned(arena, c, numbers, locked);
 }
 
+int kvp_is_pinned(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    uint64_t bit = 1ull << number % 64, *victims = &arena->class[c].victims[number / 64];
+
+    *victims |= bit;
+    nc_full_fence(); /* Dekker with kvp_pin, as in kvp_evict_begin */
+    strike_pinned(arena);
+    int pinned = !(*victims & bit);
+    *victims &= ~bit;
+    return pinned;
+}
+
 void kvp_evict_take(struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     uint64_t word = nc_load_relaxed(&arena->class[c].words[number]);
@@ -282,6 +295,9 @@ void kvp_evict_take(struct kvp_arena *arena, uint32_t c, uint32_t number)
     /* OWN before the first new byte: restoring LIVE is right only while the payload is untouched. */
     nc_store(&arena->class[c].words[number], kvp_word(kvp_word_generation(word), arena->self, KVP_OWN));
     nc_write_back(&arena->class[c].words[number], 8);
+    /* A release store orders what comes before it, not after: without this fence a weakly ordered machine could show
+     * the next tenant's first bytes under the old LIVE, and a read by copy would take them for right. */
+    nc_write_fence();
     KVP_CRASH_POINT("evict.taken");
 }
 

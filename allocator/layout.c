@@ -157,6 +157,8 @@ int kvp_layout_check(const struct kvp_layout *layout, uint64_t mapped)
         uint64_t stride = layout->class[i].stride;
         if (stride < KVP_STRIDE_MIN || stride % KVP_LINE || stride > layout->payload_bytes)
             return kvp_fail(KVP_E_CORRUPT, "class %u has blocks of %llu bytes", i, (unsigned long long)stride);
+        if (layout->payload_bytes / stride > KVP_BLOCKS_MAX)
+            return kvp_fail(KVP_E_CORRUPT, "class %u has more than %d blocks", i, KVP_BLOCKS_MAX);
         again.class[i].stride = stride;
     }
     if (layout->payload_bytes > layout->bytes)

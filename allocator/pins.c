@@ -3,6 +3,8 @@
  * count lets many readers share one slot. */
 #include "allocator/allocator.h"
 
+enum { AHEAD = 16 };
+
 static nc_u64 *own_slots(const struct kvp_arena *arena)
 {
     return arena->pins + (uint64_t)arena->self * arena->layout.pin_slots;
@@ -26,6 +28,14 @@ static uint32_t take_slot(struct kvp_arena *arena)
     nc_store(&arena->slots[arena->self].pin_high, arena->pin_top + 1);
     nc_write_back(&arena->slots[arena->self].pin_high, 8);
     return arena->pin_top++;
+}
+
+static void prefetch_slot(const struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c, number;
+
+    if (find(arena, ref, &c, &number))
+        kvp_prefetch(&arena->class[c].pin_slot[number]);
 }
 
 static int announce(struct kvp_arena *arena, uint64_t ref)
@@ -77,8 +87,13 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
     uint32_t announced = 0, valid = 0;
     int status = KVP_OK;
 
-    while (announced < n && (status = announce(arena, refs[announced])) == KVP_OK)
+    while (announced < n) {
+        if (announced + AHEAD < n)
+            prefetch_slot(arena, refs[announced + AHEAD]);
+        if ((status = announce(arena, refs[announced])) != KVP_OK)
+            break;
         announced++;
+    }
     /* Dekker with kvp_evict: our slots are visible before we read the words. */
     nc_full_fence();
     for (; valid < announced; valid++) {

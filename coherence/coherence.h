@@ -20,7 +20,8 @@
  *
  * Contract of every function here: pointers are non-NULL unless said; sizes and offsets are in bytes;
  * 0 or a count is success, a negative kvp_status is failure and kvp_error_detail() then says, for the
- * calling thread, what was wrong and what to do. No function blocks on another process.
+ * calling thread, what was wrong and what to do. No function waits for a live process; the keeper, and leaving,
+ * may wait up to two seconds for the last threads of a dead one.
  */
 #ifndef KVP_COHERENCE_H
 #define KVP_COHERENCE_H
@@ -140,10 +141,12 @@ void kvp_fence_rmw(void);
 #else
 #define kvp_pause() __asm__ volatile("yield")
 #endif
-#define kvp_prefetch(p) __builtin_prefetch((p), 0, 3)
+/* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
+#define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
 
-/* Copy `bytes` into / out of the pool. Into the pool: non-temporal from 4 KiB on (a recycled block is cold,
- * and a cached copy would only push other things out), complete before return. Ranges must not overlap. */
+/* Copy `bytes` into / out of the pool, with non-temporal stores from 4 KiB on (a recycled block, and the buffer of an
+ * engine, are cold: a cached copy would read the target first and push other things out). Complete before return.
+ * Ranges must not overlap. */
 void kvp_copy_in(void *pool, const void *from, uint64_t bytes);
 void kvp_copy_out(void *to, const void *pool, uint64_t bytes);
 
@@ -205,7 +208,9 @@ int kvp_mapping_unlink(const char *uri);
 /* ---- membership --------------------------------------------------------------------------------------
  * One slot per worker. `lock` is a robust futex word that the worker's keeper thread holds from join to
  * leave: the kernel sets FUTEX_OWNER_DIED in it within microseconds of the death, whatever is mapped. That
- * breaks locks. Blocks are reused only after a pidfd confirms that no thread of the process runs any more.
+ * breaks locks. Blocks are reused only after a pidfd confirms that no thread of the process runs any more, or
+ * after a grace period where none can (another PID namespace: 1 s; a process that called exec, or hangs in the
+ * kernel: 2 s).
  *
  * Recovery takes the dead worker's lock over by CAS, so there is one recoverer at a time, and one that dies
  * in turn is reported in the same word.
@@ -245,6 +250,7 @@ struct kvp_keeper {
     void *context;
     void (*on_death)(void *context, uint32_t worker);   /* recover it: its lock is held, nobody else does */
     void (*on_tick)(void *context);                     /* at least every KVP_TICK_MS */
+    int (*is_current)(void *context);                   /* 0: the slots are another image's now, touch them no more */
     pthread_t thread;
     co_u32 state;                                       /* private futex: starting, running, leaving, left */
     int status;                                         /* of the join */

@@ -52,11 +52,8 @@ static void stream(uint8_t *to, const uint8_t *from, uint64_t bytes)
 }
 #endif
 
-void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
+static void copy(uint8_t *to, const uint8_t *source, uint64_t bytes)
 {
-    uint8_t *to = pool;
-    const uint8_t *source = from;
-
     if (bytes >= STREAM_BYTES_MIN) {
         uint64_t head = -(uintptr_t)to & (KVP_LINE - 1);
         uint64_t body = (bytes - head) & ~(uint64_t)(KVP_LINE - 1);
@@ -65,12 +62,17 @@ void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
         to += head + body, source += head + body, bytes -= head + body;
     }
     memcpy(to, source, bytes);
+}
+
+void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
+{
+    copy(pool, from, bytes);
     nc_write_back(pool, bytes);
 }
 
 void kvp_copy_out(void *to, const void *pool, uint64_t bytes)
 {
-    memcpy(to, pool, bytes);
+    copy(to, pool, bytes);
 }
 
 #ifdef KVP_CRASH_POINTS

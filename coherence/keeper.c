@@ -134,13 +134,13 @@ int kvp_worker_gone(const struct kvp_slot *slot, int timeout_ms)
 
     if (co_load(&slot->boot) != kvp_boot_id())
         return 1;
-    if (co_load(&slot->pid_space) != pid_space()) { /* no view of that process: its threads get a grace period */
+    int fd = co_load(&slot->pid_space) == pid_space() ? (int)syscall(SYS_pidfd_open, (pid_t)pid, 0) : -1;
+    if (fd < 0 && co_load(&slot->pid_space) == pid_space() && (errno == ESRCH || errno == EINVAL))
+        return 1;
+    if (fd < 0) { /* another PID namespace, or no pidfd to be had: its threads get a grace period */
         sleep_ms(timeout_ms < GRACE_MS ? timeout_ms : GRACE_MS);
         return timeout_ms >= GRACE_MS;
     }
-    int fd = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0);
-    if (fd < 0)
-        return errno == ESRCH || errno == EINVAL;
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     int gone = start_time(pid) != start || poll(&wait, 1, timeout_ms) == 1;
     close(fd);
@@ -250,6 +250,7 @@ static void introduce(struct kvp_keeper *keeper, uint32_t number)
     KVP_CRASH_POINT("join.described");
     co_store(&slot->incarnation, co_load(&slot->incarnation) + 1);
     keeper->self = number;
+    futex_wake(&slot->lock); /* the peers watch us from now on, not from their next tick */
 }
 
 /* A free slot, or else that of a dead worker, recovered first. */
@@ -283,18 +284,20 @@ static void wait_for_news(struct kvp_keeper *keeper)
     for (uint32_t i = 0; i < keeper->workers; i++) {
         co_u32 *lock = &keeper->slots[i].lock;
         uint32_t seen = co_load32(lock);
-        if (i == keeper->self || seen == 0 || (seen & FUTEX_OWNER_DIED))
+        if (i == keeper->self || (seen & FUTEX_OWNER_DIED))
             continue;
-        if (!(seen & FUTEX_WAITERS) && !co_cas32(lock, &seen, seen | FUTEX_WAITERS))
+        uint32_t marked = seen ? seen | FUTEX_WAITERS : 0; /* a free slot: who joins there wakes us */
+        if (seen != marked && !co_cas32(lock, &seen, marked))
             continue;
-        wait[count++] = (struct futex_wait){seen | FUTEX_WAITERS, (uintptr_t)lock, WAIT_U32, 0};
+        wait[count++] = (struct futex_wait){marked, (uintptr_t)lock, WAIT_U32, 0};
     }
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_nsec += KVP_TICK_MS * 1000000L;
     until.tv_sec += until.tv_nsec / 1000000000L;
     until.tv_nsec %= 1000000000L;
-    if (syscall(SYS_futex_waitv, wait, count, 0, &until, CLOCK_MONOTONIC) < 0 && errno == ENOSYS)
-        sleep_ms(2); /* Linux before 5.16: poll */
+    if (syscall(SYS_futex_waitv, wait, count, 0, &until, CLOCK_MONOTONIC) < 0 && errno != EAGAIN && errno != ETIMEDOUT &&
+        errno != EINTR)
+        sleep_ms(2); /* Linux before 5.16, or a sandbox that forbids the call: poll */
 }
 
 static void look_around(struct kvp_keeper *keeper)
@@ -315,12 +318,13 @@ static void *keep(void *argument)
     struct timespec last = {0, 0}, now;
 
     pthread_setname_np(pthread_self(), "kvpool-keeper");
-    syscall(SYS_set_robust_list, &robust->head, sizeof robust->head);
-    keeper->status = join(keeper);
+    int unwatched = syscall(SYS_set_robust_list, &robust->head, sizeof robust->head) != 0;
+    keeper->status = unwatched ? KVP_E_SYSTEM : join(keeper); /* a death that nobody hears of must not be possible */
     co_store32(&keeper->state, keeper->status ? FAILED : RUNNING);
     futex_wake(&keeper->state);
     while (co_load32(&keeper->state) == RUNNING) {
-        look_around(keeper);
+        if (keeper->is_current(keeper->context))
+            look_around(keeper);
         clock_gettime(CLOCK_MONOTONIC, &now);
         if ((now.tv_sec - last.tv_sec) * 1000 + (now.tv_nsec - last.tv_nsec) / 1000000 >= KVP_TICK_MS) {
             keeper->on_tick(keeper->context);
@@ -328,7 +332,7 @@ static void *keep(void *argument)
         }
         wait_for_news(keeper);
     }
-    if (keeper->status == KVP_OK)
+    if (keeper->status == KVP_OK && keeper->is_current(keeper->context))
         give(keeper, keeper->self);
     return NULL;
 }
@@ -356,6 +360,8 @@ int kvp_keeper_start(struct kvp_keeper *keeper)
         return KVP_OK;
     pthread_join(keeper->thread, NULL);
     free(keeper->robust);
+    if (keeper->status == KVP_E_SYSTEM)
+        return kvp_fail(KVP_E_SYSTEM, "the kernel refuses set_robust_list: a worker's death could not be seen");
     return kvp_fail(keeper->status, "all %u worker slots are taken: close a worker, or create the pool with more",
                     keeper->workers);
 }

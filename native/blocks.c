@@ -155,7 +155,7 @@ static uint32_t make_room(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_
             kvp_evict_take(&pool->arena, c, numbers[i]);
             kvp_unlink_victim(pool, c, numbers[i], 1);
         } else { /* the reservation fails: what is cached stays cached */
-            kvp_unhold(&pool->arena, c, numbers[i]);
+            kvp_unlock_block(&pool->arena, c, numbers[i]);
             kvp_candidate_add(pool, c, numbers[i]);
         }
     }
@@ -395,22 +395,19 @@ int64_t kvp_publish(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *k
 
 static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref)
 {
-    uint32_t number = kvp_block_number((uint32_t)ref), victim = number;
-    struct kvp_class *class = &pool->arena.class[c];
+    uint32_t number = kvp_block_number((uint32_t)ref);
 
-    if (!kvp_ref_live(&pool->arena, ref))
-        return 0;
-    if (kvp_evict(&pool->arena, c, &victim, 1) == 1) {
-        kvp_unlink_victim(pool, c, number, 2);
-        kvp_free(&pool->arena, c, &victim, 1);
-        return 1;
-    }
-    if (!kvp_hold(&pool->arena, c, number))
-        return 0; /* somebody else is evicting it */
+    if (!kvp_lock_block(&pool->arena, ref))
+        return 0; /* evicted since it was found, or by somebody now */
     kvp_unlink_victim(pool, c, number, 2);
-    co_store_relaxed(&class->scores[number], 0); /* pinned: the first to go once it is not */
-    kvp_unhold(&pool->arena, c, number);
-    kvp_candidate_add(pool, c, number);
+    if (kvp_is_pinned(&pool->arena, c, number)) {
+        co_store_relaxed(&pool->arena.class[c].scores[number], 0); /* among the first to go once it is not */
+        kvp_unlock_block(&pool->arena, c, number);
+        kvp_candidate_add(pool, c, number);
+    } else {
+        kvp_evict_take(&pool->arena, c, number);
+        kvp_free(&pool->arena, c, &number, 1);
+    }
     return 1;
 }
 
@@ -471,7 +468,7 @@ static int read_one(kvp_pool *pool, uint64_t ref, void *to, uint64_t bytes)
     const uint8_t *from = kvp_block_data(&pool->arena, (uint32_t)ref);
 
     nc_invalidate(from, bytes);
-    nc_read_fence();
+    nc_read_fence(); /* no line is read before it is dropped */
     kvp_copy_out(to, from, bytes);
     nc_read_fence(); /* the copy's loads come before the word's */
     if (kvp_ref_live(&pool->arena, ref))

@@ -68,9 +68,11 @@ struct kvp_policy {
 extern const struct kvp_policy kvp_policies[];
 /* Index of a policy by name, or -1. */
 int kvp_policy_find(const char *name);
+uint32_t kvp_policy_count(void);
 
-/* A private heap of eviction candidates of one class, smallest score first. Scores in shared memory only grow, so
- * an entry that turns out too old is put back with its present score: the order is exact for what the heap has. */
+/* A private heap of eviction candidates of one class, smallest score first. Scores of blocks
+ * that stay only grow, so an entry that turns out too old is put back with its present score: the order is exact for
+ * what the heap has. (A block removed while pinned falls to 0; it is pushed again.) */
 struct kvp_candidate {
     uint64_t score;
     uint32_t number;

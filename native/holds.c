@@ -26,7 +26,10 @@ int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs)
     if (pinned < 0 || pinned == hold->n)
         return pinned;
     kvp_unpin_refs(hold->pool, hold->refs, hold->n);
-    return kvp_fail(KVP_E_STALE, "reference %#llx: the block was freed or reused since", (unsigned long long)refs[pinned]);
+    uint64_t wrong = refs[pinned]; /* again, alone, for its own error */
+    int64_t status = kvp_pin_refs(hold->pool, &wrong, 1);
+    kvp_unpin_refs(hold->pool, &wrong, 1);
+    return status < 0 ? status : kvp_fail(KVP_E_PINS, "%u blocks do not fit the pin slots left: release hits", hold->n);
 }
 
 void kvp_hold_clear(struct kvp_hold *hold)

@@ -158,8 +158,8 @@ int64_t kvp_pin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
 /* Undo one pin of each reference that is not 0, and make it 0: doing it again does nothing. */
 int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n);
 
-/* Take n blocks to fill, evicting if need be: all, or none; then every number is KVP_NO_BLOCK and nothing was
- * evicted. FULL, RANGE. */
+/* Take n blocks to fill, evicting if need be: all, or none; then every number is KVP_NO_BLOCK and nothing
+ * of this class was evicted. FULL, RANGE. */
 int kvp_reserve(kvp_pool *pool, uint32_t class_, uint32_t n, uint32_t *numbers);
 /* Give reserved blocks back unpublished; their numbers become KVP_NO_BLOCK, which is skipped. RANGE, NOTOWNED. */
 int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n);
@@ -168,7 +168,8 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * then block i is free again. The numbers become KVP_NO_BLOCK. Returns how many were published. INVALID (zero key),
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
-/* Remove keys: their blocks are freed, at once or when their last pin goes. Returns how many were present. */
+/* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
+ * pin has gone. Returns how many were present. */
 int64_t kvp_remove(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
 /* Evict up to n blocks in policy order and free them. Returns how many. */
 int64_t kvp_shrink(kvp_pool *pool, uint32_t class_, uint32_t n);

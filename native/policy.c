@@ -44,6 +44,11 @@ const struct kvp_policy kvp_policies[] = {
     {NULL, 0, NULL, NULL},
 };
 
+uint32_t kvp_policy_count(void)
+{
+    return sizeof kvp_policies / sizeof *kvp_policies - 1;
+}
+
 int kvp_policy_find(const char *name)
 {
     for (int i = 0; kvp_policies[i].name; i++)
@@ -62,6 +67,13 @@ uint64_t kvp_stamps(kvp_pool *pool, uint32_t n)
     return first;
 }
 
+enum { AHEAD = 16 };
+
+static co_u64 *score_of(const kvp_pool *pool, uint64_t ref)
+{
+    return &pool->arena.class[kvp_block_class((uint32_t)ref)].scores[kvp_block_number((uint32_t)ref)];
+}
+
 static void touch_one(kvp_pool *pool, uint64_t ref, uint64_t stamp)
 {
     uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
@@ -75,9 +87,12 @@ void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n)
 {
     uint64_t first = kvp_stamps(pool, n);
 
-    for (uint32_t i = 0; i < n; i++)
+    for (uint32_t i = 0; i < n; i++) {
+        if (i + AHEAD < n) /* blocks of one call need not be neighbours: no score waits for the one before */
+            kvp_prefetch(score_of(pool, refs[i + AHEAD]));
         if (refs[i])
             touch_one(pool, refs[i], first + (pool->policy->tail_first ? n - 1 - i : i));
+    }
 }
 
 /* ---- the heap of candidates ---- */
@@ -182,7 +197,9 @@ void kvp_candidates_back(kvp_pool *pool, uint32_t c)
 
     while (heap->aside) {
         uint32_t number = heap->item[heap->capacity - heap->aside--].number;
-        push(heap, (struct kvp_candidate){co_load_relaxed(&pool->arena.class[c].scores[number]), number});
+        uint64_t score = co_load_relaxed(&pool->arena.class[c].scores[number]), now = pool->policy->admit(pool->clock_seen);
+        /* A pin is a use. Back at its old place it would be tried again, in vain, by each call. */
+        push(heap, (struct kvp_candidate){score && now > score ? now : score, number});
     }
 }
 

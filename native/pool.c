@@ -85,13 +85,21 @@ static void on_death(void *context, uint32_t dead)
     kvp_unlock(pool);
 }
 
+/* Has the image stayed what it was when we opened it? On a device another pool may have taken its place. */
+static int is_current(void *context)
+{
+    const kvp_pool *pool = context;
+
+    return co_load(&pool->super->life) == pool->life;
+}
+
 /* Magazines that were not used for a tick go back, so that an idle worker starves nobody. */
 static void on_tick(void *context)
 {
     kvp_pool *pool = context;
     int idle = 1;
 
-    if (pthread_mutex_trylock(&pool->lock))
+    if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
         return;
     for (uint32_t c = 0; c < pool->arena.layout.classes; c++) {
         idle &= !pool->arena.class[c].magazine.used;
@@ -123,7 +131,8 @@ static int attach(kvp_pool *pool)
 static int join(kvp_pool *pool)
 {
     pool->keeper = (struct kvp_keeper){.slots = pool->arena.slots, .workers = pool->arena.layout.workers,
-                                       .context = pool, .on_death = on_death, .on_tick = on_tick};
+                                       .context = pool, .on_death = on_death, .on_tick = on_tick,
+                                       .is_current = is_current};
     kvp_lock(pool);
     int status = kvp_keeper_start(&pool->keeper);
     if (status) {
@@ -240,7 +249,7 @@ static int open_mapped(kvp_pool *pool)
     uint64_t life = co_load(&super->life);
     if (life & 1)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
-    if (super->policy >= (uint32_t)kvp_policy_find("lfu") + 1)
+    if (super->policy >= kvp_policy_count())
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", super->policy);
     pool->policy = &kvp_policies[super->policy];
     pool->life = life;
@@ -305,9 +314,11 @@ int kvp_pool_leave(kvp_pool *pool)
     while (__atomic_load_n(&pool->copies, __ATOMIC_ACQUIRE)) /* copies into reserved blocks end first */
         nanosleep(&pause, NULL);
     kvp_lock(pool);
-    kvp_spill(&pool->arena);
-    kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
-    nc_store(&pool->arena.slots[pool->arena.self].pin_high, 0);
+    if (is_current(pool)) { /* else the memory may be another pool's by now */
+        kvp_spill(&pool->arena);
+        kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
+        nc_store(&pool->arena.slots[pool->arena.self].pin_high, 0);
+    }
     kvp_unlock(pool);
     kvp_keeper_stop(&pool->keeper);
     return KVP_OK;
@@ -360,7 +371,7 @@ int kvp_pool_remove(const char *uri, int force)
         status = kvp_fail(KVP_E_BUSY, "%d workers use %s: close them, or force", workers_alive(&arena), uri);
     else if (whole == KVP_E_FOREIGN && !force)
         status = kvp_fail(KVP_E_FOREIGN, "%s is not a kvpool image: it is left alone (force removes it)", uri);
-    else if (whole == KVP_OK)
+    else if (whole == KVP_OK && mapping.kind != KVP_MAP_MEMFD && mapping.kind != KVP_MAP_HUGETLB)
         co_store(&super->life, co_load(&super->life) | 1);
     int kind = mapping.kind;
     kvp_mapping_close(&mapping);

@@ -64,7 +64,7 @@ class Namespace:
     def match(self, keys: KeysLike) -> Hit:
         """The longest prefix of `keys` that is in the pool, pinned until the Hit is released. An empty Hit is a miss.
 
-        Raises `NoPins` if this worker already pins as many blocks as it may.
+        With few pin slots left the prefix is as long as they reach; `NoPins` if there is none.
         """
         pointer, count = key_buffer(keys)
         hit = Hit(self.pool, self.block_class, count)
@@ -77,6 +77,9 @@ class Namespace:
         without a lock, then raises `PoolFull`.
         """
         new = Reservation(self.pool, self.block_class, key_buffer(keys))
+
+        if len(new) > self.pool.info["classes"][self.block_class]["blocks"]:
+            timeout = 0  # no wait will help
 
         def attempt() -> Reservation:
             check(lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))

@@ -49,6 +49,7 @@ class Pool:
         """What another process opens."""
         self._info = reports.pool_info(handle)
         self._buffer = mapping_buffer(handle, self._info["bytes"])
+        self._arrays: dict[Any, NDArray[Any]] = {}
         _open_pools.add(self)
 
     # ---- life ----
@@ -93,8 +94,15 @@ class Pool:
 
     def writable(self, block_class: int, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """As `tensor`, but writable: for the holder of a reservation, and for nobody else's blocks."""
-        part = self._class(block_class)
-        return class_array(self._buffer, self._info["payload_offset"], part["block_bytes"], part["blocks"], dtype, shape)
+        name = block_class, dtype, shape and tuple(shape)
+        array = self._arrays.get(name)
+        if array is None:
+            part = self._class(block_class)
+            array = class_array(
+                self._buffer, self._info["payload_offset"], part["block_bytes"], part["blocks"], dtype, shape
+            )
+            self._arrays[name] = array
+        return array
 
     def tensor(self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
         """All blocks of a class as one read-only array [blocks, *shape] over the pool's memory; index with block numbers.
@@ -102,8 +110,12 @@ class Pool:
         `shape` defaults to one axis as long as a block. No copy; keeps the mapping alive; supports the buffer protocol and
         DLPack. Raises `InvalidArgument` if dtype and shape need more than a block, `OutOfRange`.
         """
-        array = self.writable(block_class, dtype, shape)
-        array.flags.writeable = False
+        name = block_class, dtype, shape and tuple(shape), "read-only"
+        array = self._arrays.get(name)
+        if array is None:
+            array = self.writable(block_class, dtype, shape).view()
+            array.flags.writeable = False
+            self._arrays[name] = array
         return array
 
     def torch(self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> Any:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,12 @@ CRASH = Flavour("crash", "gcc", ("-O2", "-DKVP_CRASH_POINTS"))
 TSAN = Flavour("tsan", "clang", ("-O1", "-fsanitize=thread"))
 ASAN = Flavour("asan", "gcc", ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 CLANG = Flavour("clang", "clang", ("-O2", "-Watomic-alignment", "-Watomic-implicit-seq-cst"))
-FUZZ = Flavour("fuzz", "clang", ("-O1", "-DKVP_FUZZ", "-fsanitize=fuzzer-no-link,address,undefined",
-                                 "-fno-sanitize-recover=all"), ("-fsanitize=fuzzer",))
+FUZZ = Flavour(
+    "fuzz",
+    "clang",
+    ("-O1", "-DKVP_FUZZ", "-fsanitize=fuzzer-no-link,address,undefined", "-fno-sanitize-recover=all"),
+    ("-fsanitize=fuzzer",),
+)
 ARM = Flavour("aarch64", "aarch64-linux-gnu-gcc", ("-O2", "-static"))
 
 
@@ -53,8 +58,15 @@ def need(tool: str) -> None:
 
 def run(command: list[str | Path], *, timeout: float = 300, env: dict[str, str] | None = None) -> str:
     """Run a program; its output, or a failure that shows all of it."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout,
-                          errors="replace", env={**os.environ, **(env or {})}, check=False)
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        errors="replace",
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"exit {done.returncode}: {' '.join(map(str, command))}\n{output[-6000:]}"
     return output
@@ -73,8 +85,9 @@ def _folder(flavour: Flavour) -> Path:
     folder = ROOT / "build" / "native-tests" / f"{flavour.name}-{flags}-{_tree_hash()}"
     if not folder.exists():
         for old in folder.parent.glob(f"{flavour.name}-*"):
-            shutil.rmtree(old)
-        folder.mkdir(parents=True)
+            if time.time() - old.stat().st_mtime > 3600:  # a younger one may be another run's
+                shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -21,7 +21,9 @@ def test_every_crash_point():
     passed = set(re.findall(r"^passed (\S+)$", output, re.MULTILINE))
     assert passed == points_in_sources()
     deaths = [int(count) for count in re.findall(r"(\d+) deaths", output)]
-    assert len(deaths) == 5 and min(deaths) >= 10 and sum(deaths) > 1000
+    assert len(deaths) == 5
+    assert min(deaths) >= 10
+    assert sum(deaths) > 1000
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="single-steps x86-64 code")

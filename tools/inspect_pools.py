@@ -102,6 +102,8 @@ def _state(error: kvpool.Error) -> str:
         return "retired"
     if isinstance(error, kvpool.NoSlot):
         return "ok"
+    if isinstance(error, kvpool.PermissionDenied | kvpool.SystemFailure | kvpool.InvalidArgument):
+        return f"unreadable: {error}"
     return f"damaged: {error}"
 
 

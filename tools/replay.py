@@ -143,14 +143,21 @@ class Driver:
 # ---- several workers ----
 
 
-def _work(uri: str, stream: Stream, first: int, step: int, link: Connection) -> None:
-    """A worker process: sends how many accesses are new, and at last its counts, or the error that ended it."""
+def _work(uri: str, first: int, step: int, link: Connection) -> None:
+    """A worker process: takes the stream, says when it is ready, and is told to go.
+
+    From then on it sends how many accesses are new, and at last its counts. An error may come in place of any of these.
+    """
     try:
+        stream = link.recv()
         with kvpool.open(uri) as pool:
-            link.send(Driver(pool, stream).run(first, step, link.send))
+            driver = Driver(pool, stream)
+            link.send(None)
+            link.recv()
+            link.send(driver.run(first, step, link.send))
     except kvpool.Error as error:
         link.send(error)
-    except BrokenPipeError:
+    except (EOFError, BrokenPipeError):
         pass  # whoever started us has gone
 
 
@@ -162,9 +169,9 @@ def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection
     links: list[Connection] = []
     try:
         for first in range(count):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             links.append(ours)
-            process = context.Process(target=_work, args=(uri, stream, first, count, theirs), daemon=True)
+            process = context.Process(target=_work, args=(uri, first, count, theirs), daemon=True)
             # A terminal sends Ctrl-C to all of us: the workers leave it to this process, which ends them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
@@ -173,6 +180,8 @@ def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
+        for link in links:  # not as an argument: start() would wait for ever for a child that died before it read it
+            link.send(stream)
         yield links
     finally:
         for process in started:
@@ -186,10 +195,7 @@ def _collect(links: list[Connection], advance: Callable[[int], None]) -> Counts:
     while waiting:
         for link in wait(list(waiting)):
             assert isinstance(link, Connection)
-            try:
-                message = link.recv()
-            except EOFError:
-                raise kvpool.SystemFailure("a worker process of the replay died") from None
+            message = link.recv()
             if isinstance(message, kvpool.Error):
                 raise message
             if isinstance(message, Counts):
@@ -198,6 +204,27 @@ def _collect(links: list[Connection], advance: Callable[[int], None]) -> Counts:
             else:
                 advance(message)
     return total
+
+
+def _start_together(links: list[Connection]) -> None:
+    """One that begins early would be far ahead in the trace, and find less of what the others put."""
+    for link in links:
+        message = link.recv()
+        if isinstance(message, kvpool.Error):
+            raise message
+    for link in links:
+        link.send(None)
+
+
+def _share_out(uri: str, stream: Stream, count: int, advance: Callable[[int], None]) -> tuple[Counts, float]:
+    """The counts of `count` processes, and the seconds that they took together."""
+    try:
+        with _processes(uri, stream, count) as links:
+            _start_together(links)
+            begin = time.perf_counter()
+            return _collect(links, advance), time.perf_counter() - begin
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise kvpool.SystemFailure("a worker process of the replay died") from None
 
 
 # ---- the whole of it ----
@@ -222,13 +249,11 @@ def run(stream: Stream, plan: Plan, advance: Callable[[int], None] = lambda new:
     With one worker the counts are exact and the same every time. Raises what `kvpool.create` raises.
     """
     with _pool(plan) as pool:
-        begin = time.perf_counter()
         if plan.workers == 1:
-            counts = Driver(pool, stream).run(0, 1, advance)
+            driver, begin = Driver(pool, stream), time.perf_counter()
+            counts, seconds = driver.run(0, 1, advance), time.perf_counter() - begin
         else:
-            with _processes(pool.uri, stream, plan.workers) as links:
-                counts = _collect(links, advance)
-        seconds = time.perf_counter() - begin
+            counts, seconds = _share_out(pool.uri, stream, plan.workers, advance)
         stats, check = pool.stats(), pool.check()
     return {
         "requests": stream.requests, "accesses": counts.accesses, "unique": len(stream.ids), "hits": counts.hits,

@@ -290,7 +290,7 @@ static void make_victim(void)
         for (uint64_t id = 0; id < 4; id++)
             put(pool, 0, id);
         REQUIRE(kvp_reserve(pool, 0, 3, numbers) == KVP_OK && kvp_match(pool, 0, &key, 1, &ref) == 1, "victim");
-        kvp_hold(&pool->arena, 0, 0);
+        kvp_lock_block(&pool->arena, kvp_ref(kvp_block(0, 0), kvp_word_generation(nc_load(&pool->arena.class[0].words[0]))));
         if (pool->arena.layout.classes > 1)
             co_store(&pool->arena.segments[0], KVP_SEGMENT_DRAINING | (uint64_t)pool->arena.self << 16);
         kill(getpid(), SIGKILL);

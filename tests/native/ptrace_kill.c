@@ -114,7 +114,7 @@ static void do_recover(kvp_pool *mine)
 
     kvp_reserve(mine, 0, 3, numbers);
     kvp_lookup(mine, 0, &key, 1, &ref);
-    REQUIRE(kvp_hold(arena, 0, kvp_block_number((uint32_t)ref)), "hold");
+    REQUIRE(kvp_lock_block(arena, ref), "hold");
     for (uint32_t k = 0; k < BLOCKS; k++) {
         uint64_t word = nc_load(&arena->class[0].words[k]);
         if (kvp_word_state(word) == KVP_OWN || kvp_word_state(word) == KVP_EVICTING)
