@@ -3,18 +3,34 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
+PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo test lint build clean
+.PHONY: demo test model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
 
-test: $(VENV)/dev-ready
+test: $(VENV)/dev-ready model
 	$(BIN)/python -P -m pytest -q
+
+# The model of the demo (93 MB) is fetched once; without it the tests that need it are skipped and say so.
+model: $(VENV)/demo-ready
+	@$(BIN)/python -P -c "from kvpool.tools.model import find_gguf; find_gguf(None, download=True)" \
+	    || echo "the model cannot be fetched: its tests will be skipped"
 
 lint: $(VENV)/dev-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# On the installed wheel: mypy does not follow the finder of an editable install.
+types: $(VENV)/wheel-ready
+	cd $(VENV)/wheel && bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvpool
+
+# The wheel in an environment of its own, with the tests that need no source tree, outside it.
+wheel-test: $(VENV)/wheel-ready
+	rm -rf build/outside && mkdir -p build/outside
+	cp tests/conftest.py tests/test_keys.py tests/test_pool.py build/outside
+	cd build/outside && ../../$(VENV)/wheel/bin/python -P -m pytest -q -p no:cacheprovider --import-mode=importlib -o pythonpath=. .
 
 build: $(VENV)/demo-ready
 
@@ -23,11 +39,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo-ready: $(BIN)/python pyproject.toml setup.py bindings/build.py $(C_SOURCES)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo]'
+	$(PIP) install -e '.[demo]'
 	touch $@
 
 $(VENV)/dev-ready: $(VENV)/demo-ready
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,dev]'
+	$(PIP) install -e '.[demo,dev]'
+	touch $@
+
+$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py bindings/*.py* tools/*.py)
+	rm -rf $(VENV)/dist $(VENV)/wheel
+	$(BIN)/python -m build -q --wheel --outdir $(VENV)/dist . 2>/dev/null
+	$(PYTHON) -m venv $(VENV)/wheel
+	$(VENV)/wheel/bin/python -m pip -q --disable-pip-version-check install "$$(echo $(VENV)/dist/*.whl)[demo,dev]"
 	touch $@
 
 clean:

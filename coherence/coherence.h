@@ -174,7 +174,8 @@ uint64_t kvp_crash_passed(void);
  *
  * Creating backs every byte (fallocate, then populate): memory that is not there is KVP_E_NOSPACE with the
  * missing byte count, never a SIGBUS later. shm: and file: get their name only in kvp_mapping_commit, so
- * that nobody opens a half-made pool and a creator that dies leaves nothing behind.
+ * that nobody opens a half-made pool and a creator that dies leaves nothing behind (on a file system without
+ * O_TMPFILE: a file NAME.PID.new).
  */
 enum kvp_mapping_kind { KVP_MAP_SHM, KVP_MAP_FILE, KVP_MAP_MEMFD, KVP_MAP_HUGETLB, KVP_MAP_DAX };
 
@@ -185,6 +186,7 @@ struct kvp_mapping {
     int fd;              /* close-on-exec; -1 once closed */
     int kind;            /* enum kvp_mapping_kind */
     int named;           /* the name is in the file system */
+    int is_temporary;    /* it has another one until kvp_mapping_commit: no O_TMPFILE there */
     char uri[512];       /* what another process opens */
     char path[400];      /* of shm:, file: and dax:; "" else */
 };

@@ -75,18 +75,25 @@ static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
 
 /* ---- the backing objects ---- */
 
-/* A nameless file in the folder of `path`, so that a creator that dies leaves nothing. */
-static int open_nameless(const struct kvp_uri *uri)
+/* Where a file system without O_TMPFILE keeps the file until it gets its name: of this process alone. */
+static void temporary_path(const char *path, char *out, size_t bytes)
 {
-    char folder[sizeof uri->path];
+    snprintf(out, bytes, "%.380s.%d.new", path, (int)getpid());
+}
+
+/* A nameless file in the folder of `path`, so that a creator that dies leaves nothing. */
+static int open_nameless(const struct kvp_uri *uri, struct kvp_mapping *out)
+{
+    char folder[sizeof uri->path + 32];
     const char *slash = strrchr(uri->path, '/');
 
     snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - uri->path) + 1 : 1, slash ? uri->path : ".");
     int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL))
         return fd;
-    snprintf(folder, sizeof folder, "%.380s.new", uri->path); /* a file system without O_TMPFILE */
-    unlink(folder);
+    temporary_path(uri->path, folder, sizeof folder);
+    unlink(folder); /* of an earlier process with our number, which is dead */
+    out->is_temporary = 1;
     return open(folder, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
 }
 
@@ -192,7 +199,7 @@ static int make_object(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_ma
     case KVP_MAP_FILE:
         if ((status = taken(uri)))
             return status;
-        out->fd = open_nameless(uri);
+        out->fd = open_nameless(uri, out);
         break;
     case KVP_MAP_DAX:
         return open_dax(uri, bytes, out);
@@ -211,6 +218,14 @@ static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
         return status;
     if (fchmod(out->fd, uri->mode) || ftruncate(out->fd, (off_t)out->bytes))
         return fail_errno("cannot size", uri->text);
+    return KVP_OK;
+}
+
+/* Promise every byte, after the NUMA policy is set: pages go where it says as they are made. */
+static int back_object(const struct kvp_uri *uri, const struct kvp_mapping *out)
+{
+    if (uri->kind == KVP_MAP_DAX)
+        return KVP_OK;
     int error = uri->kind == KVP_MAP_HUGETLB ? 0 : posix_fallocate(out->fd, 0, (off_t)out->bytes);
     if (error == 0 || error == EOPNOTSUPP || error == EINVAL)
         return KVP_OK;
@@ -244,8 +259,9 @@ int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out
         out->bytes = (bytes + out->page_bytes - 1) / out->page_bytes * out->page_bytes;
         describe(&uri, out);
         KVP_CRASH_POINT("mapping.unnamed");
-        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK)
-            status = bind_nodes(&uri, out->base, out->bytes);
+        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK &&
+            (status = bind_nodes(&uri, out->base, out->bytes)) == KVP_OK)
+            status = back_object(&uri, out);
     }
     if (status)
         kvp_mapping_close(out);
@@ -275,20 +291,21 @@ int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uin
 
 int kvp_mapping_commit(struct kvp_mapping *mapping)
 {
-    char self[64];
+    char from[sizeof mapping->path + 32];
+    int flags = mapping->is_temporary ? 0 : AT_SYMLINK_FOLLOW;
 
     if (mapping->kind != KVP_MAP_SHM && mapping->kind != KVP_MAP_FILE)
         return KVP_OK;
     KVP_CRASH_POINT("mapping.before_name");
-    snprintf(self, sizeof self, "/proc/self/fd/%d", mapping->fd);
-    if (linkat(AT_FDCWD, self, AT_FDCWD, mapping->path, AT_SYMLINK_FOLLOW) && errno != EXDEV && errno != ENOENT)
+    if (mapping->is_temporary)
+        temporary_path(mapping->path, from, sizeof from);
+    else
+        snprintf(from, sizeof from, "/proc/self/fd/%d", mapping->fd);
+    if (linkat(AT_FDCWD, from, AT_FDCWD, mapping->path, flags)) /* fails if the name is taken: of two creators one wins */
         return fail_errno("cannot name", mapping->path);
-    if (access(mapping->path, F_OK)) { /* no O_TMPFILE there: the file waits under its temporary name */
-        char temporary[sizeof mapping->path + 8];
-        snprintf(temporary, sizeof temporary, "%.380s.new", mapping->path);
-        if (link(temporary, mapping->path) || unlink(temporary))
-            return fail_errno("cannot name", mapping->path);
-    }
+    if (mapping->is_temporary)
+        unlink(from);
+    mapping->is_temporary = 0;
     mapping->named = 1;
     return KVP_OK;
 }
@@ -345,6 +362,12 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
 
 void kvp_mapping_close(struct kvp_mapping *mapping)
 {
+    char temporary[sizeof mapping->path + 32];
+
+    if (mapping->is_temporary) { /* never got its name */
+        temporary_path(mapping->path, temporary, sizeof temporary);
+        unlink(temporary);
+    }
     if (mapping->base)
         munmap(mapping->base, mapping->bytes);
     if (mapping->fd >= 0)
