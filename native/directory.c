@@ -167,8 +167,9 @@ uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, 
 
 /* ---- entering ---- */
 
-/* Does a rival entry name the same key in class c, by a block that is whole or being made so by a live worker?
- * Each class is a key space of its own. */
+/* Does a rival entry name the same key in class c, by a block that is whole or being made so? By a worker that is known
+ * dead too: until it is recovered one of its threads may still be about to publish. Each class is a key space of its
+ * own. */
 static int is_rival(const kvp_pool *pool, uint32_t c, uint64_t value, const struct kvp_key *key)
 {
     uint64_t ref = value & KVP_REF_MASK;
@@ -180,7 +181,7 @@ static int is_rival(const kvp_pool *pool, uint32_t c, uint64_t value, const stru
     uint64_t word = nc_load(&arena->class[c].words[kvp_block_number((uint32_t)ref)]);
     uint64_t generation = kvp_word_generation(word);
     if (kvp_word_state(word) == KVP_OWN && kvp_word_who(word) < arena->layout.workers)
-        return kvp_ref((uint32_t)ref, kvp_next_generation(generation)) == ref && !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
+        return kvp_ref((uint32_t)ref, kvp_next_generation(generation)) == ref;
     return (kvp_word_state(word) == KVP_LIVE || kvp_word_state(word) == KVP_EVICTING) &&
            kvp_ref((uint32_t)ref, generation) == ref;
 }

@@ -112,9 +112,9 @@ static void on_tick(void *context)
 
 /* ---- create and open ---- */
 
-static int attach(kvp_pool *pool)
+static int attach(kvp_pool *pool, const struct kvp_layout *layout)
 {
-    int status = kvp_arena_init(&pool->arena, pool->mapping.base, &pool->super->layout);
+    int status = kvp_arena_init(&pool->arena, pool->mapping.base, layout);
 
     if (status)
         return status;
@@ -223,7 +223,7 @@ int kvp_pool_commit(kvp_pool *pool)
     kvp_superblock_seal(pool->super);
     KVP_CRASH_POINT("create.sealed");
     pool->life = co_load(&pool->super->life);
-    if ((status = attach(pool)) || (status = join(pool)))
+    if ((status = attach(pool, &layout)) || (status = join(pool)))
         return status;
     return kvp_mapping_commit(&pool->mapping);
 }
@@ -241,19 +241,21 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
 
 static int open_mapped(kvp_pool *pool)
 {
-    struct kvp_superblock *super = pool->super;
-    int status = kvp_superblock_verify(super, pool->mapping.bytes);
+    struct kvp_superblock seen;
+    uint64_t life = co_load(&pool->super->life);
 
+    /* What is written once is verified and used from one private copy: in a hostile image it might change between. */
+    memcpy(&seen, pool->super, offsetof(struct kvp_superblock, life));
+    int status = kvp_superblock_verify(&seen, pool->mapping.bytes);
     if (status)
         return status;
-    uint64_t life = co_load(&super->life);
     if (life & 1)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
-    if (super->policy >= kvp_policy_count())
-        return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", super->policy);
-    pool->policy = &kvp_policies[super->policy];
+    if (seen.policy >= kvp_policy_count())
+        return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
+    pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
-    if ((status = attach(pool)) == KVP_OK)
+    if ((status = attach(pool, &seen.layout)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;
