@@ -158,6 +158,7 @@ struct kvp_class {
     struct kvp_magazine magazine;
     uint32_t *pin_slot;     /* private: slot + 1 that pins block k for this worker, or 0 */
     uint64_t *victims;      /* private bitmap: blocks of the eviction in progress */
+    uint64_t *pinned;       /* private bitmap: blocks that were pinned at the last kvp_note_pins */
 };
 
 struct kvp_arena {
@@ -225,6 +226,13 @@ uint8_t *kvp_block_data(const struct kvp_arena *arena, uint32_t block);
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 /* Undo one pin of each block. Zeros, and blocks that this worker has not pinned, are left alone. */
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
+
+/* Walk all pins of all workers once, for kvp_was_pinned: a hint that saves trying to evict those. */
+void kvp_note_pins(struct kvp_arena *arena);
+static inline int kvp_was_pinned(const struct kvp_arena *arena, uint32_t class, uint32_t number)
+{
+    return arena->class[class].pinned[number / 64] >> number % 64 & 1;
+}
 
 /* ---- segments ---- */
 

@@ -47,7 +47,8 @@ static int init_class(struct kvp_class *class, uint8_t *base, const struct kvp_l
     class->magazine.capacity = share < KVP_MAGAZINE ? share : KVP_MAGAZINE;
     class->pin_slot = calloc(class->blocks, sizeof *class->pin_slot);
     class->victims = calloc(class->blocks / 64 + 1, sizeof *class->victims);
-    return class->pin_slot && class->victims ? KVP_OK : KVP_E_NOSPACE;
+    class->pinned = calloc(class->blocks / 64 + 1, sizeof *class->pinned);
+    return class->pin_slot && class->victims && class->pinned ? KVP_OK : KVP_E_NOSPACE;
 }
 
 int kvp_arena_init(struct kvp_arena *arena, uint8_t *base, const struct kvp_layout *layout)
@@ -76,8 +77,9 @@ void kvp_arena_free(struct kvp_arena *arena)
     for (uint32_t i = 0; i < KVP_CLASSES_MAX; i++) {
         free(arena->class[i].pin_slot);
         free(arena->class[i].victims);
+        free(arena->class[i].pinned);
         arena->class[i].pin_slot = NULL;
-        arena->class[i].victims = NULL;
+        arena->class[i].victims = arena->class[i].pinned = NULL;
     }
     free(arena->pin_count);
     free(arena->pin_free);

@@ -182,16 +182,18 @@ int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)
 
 /* ---- eviction ---- */
 
-static void clear_pinned(struct kvp_arena *arena, uint64_t pin)
+static void strike(struct kvp_class *class, uint32_t number)
 {
-    uint32_t c = kvp_block_class((uint32_t)pin), number = kvp_block_number((uint32_t)pin);
-
-    if (pin && c < arena->layout.classes && number < arena->class[c].blocks)
-        arena->class[c].victims[number / 64] &= ~(1ull << number % 64);
+    class->victims[number / 64] &= ~(1ull << number % 64);
 }
 
-/* Every pin of every worker strikes its block from the victims. */
-static void strike_pinned(struct kvp_arena *arena)
+static void note(struct kvp_class *class, uint32_t number)
+{
+    class->pinned[number / 64] |= 1ull << number % 64;
+}
+
+/* Visit the block of every pin of every worker. */
+static void walk_pins(struct kvp_arena *arena, void (*visit)(struct kvp_class *class, uint32_t number))
 {
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         const nc_u64 *pins = arena->pins + (uint64_t)w * arena->layout.pin_slots;
@@ -200,9 +202,20 @@ static void strike_pinned(struct kvp_arena *arena)
         if (high > arena->layout.pin_slots)
             high = arena->layout.pin_slots;
         nc_invalidate(pins, high * 8);
-        for (uint64_t i = 0; i < high; i++)
-            clear_pinned(arena, nc_load(&pins[i]));
+        for (uint64_t i = 0; i < high; i++) {
+            uint64_t pin = nc_load(&pins[i]);
+            uint32_t c = kvp_block_class((uint32_t)pin), number = kvp_block_number((uint32_t)pin);
+            if (pin && c < arena->layout.classes && number < arena->class[c].blocks)
+                visit(&arena->class[c], number);
+        }
     }
+}
+
+void kvp_note_pins(struct kvp_arena *arena)
+{
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        memset(arena->class[c].pinned, 0, (arena->class[c].blocks / 64 + 1) * sizeof(uint64_t));
+    walk_pins(arena, note);
 }
 
 static uint32_t lock_victims(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
@@ -272,7 +285,7 @@ uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t c, uint32_t *numbers,
     /* Dekker with kvp_pin: EVICTING is visible before the pins are read; the pinner's slot is visible before it
      * reads the word. One of the two sees the other. */
     nc_full_fence();
-    strike_pinned(arena);
+    walk_pins(arena, strike);
     return keep_unpinned(arena, c, numbers, locked);
 }
 
@@ -282,7 +295,7 @@ int kvp_is_pinned(struct kvp_arena *arena, uint32_t c, uint32_t number)
 
     *victims |= bit;
     nc_full_fence(); /* Dekker with kvp_pin, as in kvp_evict_begin */
-    strike_pinned(arena);
+    walk_pins(arena, strike);
     int pinned = !(*victims & bit);
     *victims &= ~bit;
     return pinned;

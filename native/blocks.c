@@ -111,11 +111,28 @@ void kvp_unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
     kvp_log_event(pool, kind, kvp_ref(kvp_block(c, number), generation), &key);
 }
 
-/* Lock up to n victims in policy order; those that are pinned are set aside. KVP_NO_WORKER: there are no more. */
-static uint32_t lock_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
+/* Candidates in policy order, without those that were pinned when the pins were last noted. */
+static uint32_t unpinned_victims(kvp_pool *pool, uint32_t c, uint32_t *victims, uint32_t n, int noted)
+{
+    for (;;) {
+        uint32_t count = kvp_victims(pool, c, victims, n), kept = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            if (noted && kvp_was_pinned(&pool->arena, c, victims[i]))
+                kvp_candidate_aside(pool, c, victims[i]);
+            else
+                victims[kept++] = victims[i];
+        }
+        if (kept || !count)
+            return kept;
+    }
+}
+
+/* Lock up to n victims in policy order; those that are pinned are set aside, and then all pins are noted: finding out
+ * one by one costs a walk over them each. KVP_NO_WORKER: there are no more. */
+static uint32_t lock_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n, int *noted)
 {
     uint32_t victims[BATCH], locked_at = 0;
-    uint32_t count = kvp_victims(pool, c, victims, n < BATCH ? n : BATCH);
+    uint32_t count = unpinned_victims(pool, c, victims, n < BATCH ? n : BATCH, *noted);
 
     memcpy(numbers, victims, count * sizeof *victims);
     uint32_t locked = kvp_evict_begin(&pool->arena, c, numbers, count);
@@ -125,6 +142,10 @@ static uint32_t lock_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_
         else
             kvp_candidate_aside(pool, c, victims[i]);
     }
+    if (locked < count && !*noted) {
+        kvp_note_pins(&pool->arena);
+        *noted = 1;
+    }
     kvp_count(pool, KVP_COUNT_SPARED, count - locked);
     return count ? locked : KVP_NO_WORKER;
 }
@@ -133,11 +154,12 @@ static uint32_t lock_some(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_
 static uint32_t lock_victims(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
 {
     uint32_t got = 0;
+    int noted = 0;
 
     for (int round = 0; got < n && round < 2; round++) {
         if (round && !kvp_candidates_renew(pool, c))
             break;
-        for (uint32_t locked; got < n && (locked = lock_some(pool, c, numbers + got, n - got)) != KVP_NO_WORKER;)
+        for (uint32_t locked; got < n && (locked = lock_some(pool, c, numbers + got, n - got, &noted)) != KVP_NO_WORKER;)
             got += locked;
         kvp_candidates_back(pool, c);
     }

@@ -101,7 +101,6 @@ def test_work_grows_with_the_keys_and_not_with_the_pool(growth, name):
     assert counts[large, many] <= 1.5 * counts[small, many], counts
 
 
-@pytest.mark.xfail(reason="each victim that is pinned costs a walk over all pins, again in every call")
 def test_pinned_blocks_that_are_the_oldest_cost_a_walk_each_at_most(growth):
     counts = growth["pinned"]
     (small, large), (few, many) = sorted({blocks for blocks, _ in counts}), sorted({keys for _, keys in counts})

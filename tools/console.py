@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-__all__ = ["emit", "fail", "grid", "json_option", "meter", "per_second", "progress", "size", "stdout", "table"]
+__all__ = ["emit", "fail", "grid", "json_option", "meter", "progress", "short", "size", "stdout", "table"]
 
 _JSON = "kvpool.tools.json"
 _PLAIN_WIDTH = 120
@@ -93,12 +93,12 @@ def size(count: int) -> str:
     return format_size(count) if count else "0"
 
 
-def per_second(rate: float) -> str:
-    """Events per second, rounded to what is readable."""
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rate >= factor:
-            return f"{rate / factor:.1f} {unit}"
-    return f"{rate:.0f}"
+def short(number: float) -> str:
+    """A count or a rate, rounded to what is readable: 41234 -> '41.2k'."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.1f}{unit}"
+    return f"{number:.0f}"
 
 
 @contextmanager

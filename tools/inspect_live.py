@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvpool
-from kvpool.tools.console import emit, json_option, per_second, stdout, table
+from kvpool.tools.console import emit, json_option, short, stdout, table
 from kvpool.tools.inspect_state import BYTE_RATES, RATES, class_table
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _screen(tick: dict[str, Any]) -> Group:
     )
     shown = table("workers", "slot", "state", "pid", *(f"{name}/s" for name in RATES), "GB/s in", "GB/s out", left=2)
     for worker in tick["workers"]:
-        rates = [per_second(worker[f"{name}_per_s"]) for name in RATES]
+        rates = [short(worker[f"{name}_per_s"]) for name in RATES]
         rates += [f"{worker[f'{name}_per_s'] / 1e9:.2f}" for name in BYTE_RATES]
         shown.add_row(str(worker["slot"]), worker["state"], str(worker["pid"]), *rates)
     return Group(head, class_table(tick["classes"]), shown, *tick["events"])

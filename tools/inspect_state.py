@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvpool
-from kvpool.tools.console import emit, grid, json_option, meter, per_second, size, stdout, table
+from kvpool.tools.console import emit, grid, json_option, meter, short, size, stdout, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,20 +59,25 @@ def _counters(stats: dict[str, Any]) -> Table:
     return grid("counters", {name: value for name, value in rows.items() if value != "0"})
 
 
-def _rates(worker: dict[str, Any]) -> list[str]:
-    """Since it joined. The counters of a slot outlive its worker, so only the first one's can be divided by time."""
+def _counts(worker: dict[str, Any]) -> list[str]:
+    """Totals, with the rate since it joined where that is known: the counters of a slot outlive its worker, so only
+    those of its first one can be divided by time.
+    """
+    totals = [short(worker[name]) for name in (*RATES, *BYTE_RATES)]
     if worker["state"] != "alive" or worker["incarnation"] != 1:
-        return ["-"] * (len(RATES) + len(BYTE_RATES))
+        return totals
     seconds = max((time.time_ns() - worker["joined_ns"]) / 1e9, 1e-9)
-    return [per_second(worker[name] / seconds) for name in (*RATES, *BYTE_RATES)]
+    rates = [short(worker[name] / seconds) for name in (*RATES, *BYTE_RATES)]
+    return [f"{total} ({rate}/s)" for total, rate in zip(totals, rates, strict=True)]
 
 
 def _workers(stats: dict[str, Any]) -> Table:
-    columns = [f"{name}/s" for name in RATES] + ["B/s in", "B/s out"]
-    shown = table("workers (rates since they joined)", "slot", "state", "pid", *columns, left=2)
+    title = "workers (of all uses of the slot; rates since the first one joined)"
+    shown = table(title, "slot", "state", "pid", "joined", *RATES, "bytes in", "bytes out", left=2)
     for worker in stats["worker_list"]:
         mine = " (this)" if worker["slot"] == stats["self"] else ""
-        shown.add_row(str(worker["slot"]), worker["state"] + mine, str(worker["pid"]), *_rates(worker))
+        joined = datetime.fromtimestamp(worker["joined_ns"] / 1e9).isoformat(" ", "seconds")[5:]
+        shown.add_row(str(worker["slot"]), worker["state"] + mine, str(worker["pid"]), joined, *_counts(worker))
     return shown
 
 
