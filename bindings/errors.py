@@ -180,9 +180,7 @@ class WrongThread(Error):
     code = -40
 
 
-_BY_CODE: dict[int, type[Error]] = {
-    cls.code: cls for cls in Error.__subclasses__()
-} | {-13: VersionMismatch}
+_BY_CODE: dict[int, type[Error]] = {cls.code: cls for cls in Error.__subclasses__()} | {-13: VersionMismatch}
 
 
 def error_for(code: int, message: str) -> Error:

@@ -35,8 +35,8 @@ class Hit:
 
     `blocks` are uint32 block numbers within `block_class`: rows of `pool.tensor(block_class)`. `refs` are uint64
     references that may be sent to another process, which pins them with `pool.pin`. Release is idempotent and happens
-    at the end of a `with`, on `release()`, and when the object goes. Any thread may release; the process must be the one
-    that made it (in a forked child it is inert).
+    at the end of a `with`, on `release()`, and when the object goes. Any thread may release; the process must be the
+    one that made it (in a forked child it is inert).
     """
 
     __slots__ = ("__weakref__", "_pool", "block_class", "blocks", "held", "refs")
@@ -67,7 +67,7 @@ class Hit:
         return self.views_as(np.uint8)
 
     def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
-        """One read-only array of `dtype` and `shape` (default: as long as a block) per block, over the pool's memory."""
+        """One read-only array of `dtype` and `shape` (default: a whole block) per block, over the pool's memory."""
         rows = self._pool.tensor(self.block_class, dtype, shape)
         return [rows[number] for number in self.blocks]
 
@@ -78,7 +78,9 @@ class Hit:
     def __enter__(self) -> Hit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -142,7 +144,7 @@ class Reservation:
         return made
 
     def fill(self, index: int, data: Any) -> None:
-        """Copy a buffer into block `index` with non-temporal stores. At most a block's bytes; the rest stays as it was."""
+        """Copy a buffer, at most a block long, into block `index` with non-temporal stores; the rest stays."""
         self._enter()
         try:
             source = ffi.from_buffer(data)
@@ -169,8 +171,16 @@ class Reservation:
         refs = np.zeros(count, np.uint64)
         for view in self._views:
             view.flags.writeable = False
-        published = check(lib.kvp_publish(self._pool.handle, self.block_class, self.held.numbers, pointer, count,
-                                          ffi.cast("uint64_t *", ffi.from_buffer(refs))))  # fmt: skip
+        published = check(
+            lib.kvp_publish(
+                self._pool.handle,
+                self.block_class,
+                self.held.numbers,
+                pointer,
+                count,
+                ffi.cast("uint64_t *", ffi.from_buffer(refs)),
+            )
+        )
         self._end()
         self.refs = refs
         return published
@@ -187,9 +197,10 @@ class Reservation:
     def __enter__(self) -> Reservation:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._withdraw()
 
     def __repr__(self) -> str:
         return f"<Reservation {len(self)} blocks of class {self.block_class}{'' if self.is_open else ', over'}>"
-

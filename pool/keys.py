@@ -48,7 +48,9 @@ class Identity:
         for name in ("model", "revision", "dtype", "layout"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise InvalidArgument(f"Identity.{name} must be a non-empty string, not {value!r}: it decides what is shared")
+                raise InvalidArgument(
+                    f"Identity.{name} must be a non-empty string, not {value!r}: it decides what is shared"
+                )
         rank, ranks = self.rank
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"Identity.rank is (rank, ranks) with 0 <= rank < ranks, not {self.rank}")
@@ -92,10 +94,10 @@ class Keys(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | Keys:
         """One key as bytes, or a part of the chain."""
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
+            _, stop, step = index.indices(len(self))
             ends = step == 1 and stop == len(self)
             return Keys(np.ascontiguousarray(self.array[index]), self._chain if ends else None)
-        return self.array[index].tobytes()
+        return bytes(self.array[index])
 
     def __iter__(self) -> Iterator[bytes]:
         data = self.array.tobytes()
@@ -121,7 +123,8 @@ KeysLike = Keys | bytes | bytearray | memoryview | Sequence[bytes]
 def key_buffer(keys: KeysLike) -> tuple[Any, int]:
     """A cdata pointer to the keys and their number; the pointer keeps what it points to alive.
 
-    Accepts Keys, one buffer of n x 16 bytes, or a sequence of 16-byte strings. Raises `InvalidArgument` for another length.
+    Accepts Keys, one buffer of n x 16 bytes, or a sequence of 16-byte strings. Raises `InvalidArgument` for another
+    length.
     """
     if isinstance(keys, Keys):
         return ffi.from_buffer(keys.array), len(keys)
@@ -133,7 +136,9 @@ def key_buffer(keys: KeysLike) -> tuple[Any, int]:
         keys = b"".join(parts)
     view = memoryview(keys)
     if view.nbytes % KEY_BYTES or not view.c_contiguous:
-        raise InvalidArgument(f"keys are {KEY_BYTES} bytes each in one contiguous buffer; this one has {view.nbytes} bytes")
+        raise InvalidArgument(
+            f"keys are {KEY_BYTES} bytes each in one contiguous buffer; this one has {view.nbytes} bytes"
+        )
     return ffi.from_buffer(view), view.nbytes // KEY_BYTES
 
 
@@ -173,6 +178,15 @@ class KeyMaker:
         chain = ffi.new("struct kvp_chain *", {"low": start[0], "high": start[1], "head": start[2], "blocks": start[3]})
         count = len(tokens) // self.block_tokens
         out = np.empty((count, KEY_BYTES), np.uint8)
-        check(lib.kvp_keys(HASH, self._secret, ffi.cast("uint32_t *", ffi.from_buffer(tokens)), count,
-                           self.block_tokens, chain, ffi.from_buffer(out)))  # fmt: skip
+        check(
+            lib.kvp_keys(
+                HASH,
+                self._secret,
+                ffi.cast("uint32_t *", ffi.from_buffer(tokens)),
+                count,
+                self.block_tokens,
+                chain,
+                ffi.from_buffer(out),
+            )
+        )
         return Keys(out, (chain.low, chain.high, chain.head, chain.blocks))

@@ -42,8 +42,8 @@ def patiently(attempt: Callable[[], T], timeout: float | None) -> T:
 class Namespace:
     """What one identity and tenant sees of a pool. Thread-safe; cheap to make; holds no state in the pool.
 
-    Made by `Pool.namespace`. Two namespaces share blocks exactly if identity, tenant and block class are equal, in whatever
-    process they were made.
+    Made by `Pool.namespace`. Two namespaces share blocks exactly if identity, tenant and block class are equal, in
+    whatever process they were made.
     """
 
     def __init__(self, pool: Pool, identity: Identity, tenant: str, block_class: int) -> None:
@@ -116,14 +116,18 @@ class Namespace:
 
     def contains(self, keys: KeysLike) -> NDArray[np.bool_]:
         """True for each key that is in the pool now. Pins nothing: the answer may be old when it arrives."""
-        return self.lookup(keys) != 0
+        present: NDArray[np.bool_] = self.lookup(keys) != 0
+        return present
 
     def lookup(self, keys: KeysLike) -> NDArray[np.uint64]:
         """The reference of each key's block, 0 where there is none. Pins nothing; `Pool.pin` validates."""
         pointer, count = key_buffer(keys)
         refs = np.zeros(count, np.uint64)
-        check(lib.kvp_lookup(self.pool.handle, self.block_class, pointer, count,
-                             ffi.cast("uint64_t *", ffi.from_buffer(refs))))  # fmt: skip
+        check(
+            lib.kvp_lookup(
+                self.pool.handle, self.block_class, pointer, count, ffi.cast("uint64_t *", ffi.from_buffer(refs))
+            )
+        )
         return refs
 
     def touch(self, keys: KeysLike) -> int:

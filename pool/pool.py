@@ -61,7 +61,9 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -92,7 +94,9 @@ class Pool:
 
     # ---- memory ----
 
-    def writable(self, block_class: int, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+    def writable(
+        self, block_class: int, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None
+    ) -> NDArray[Any]:
         """As `tensor`, but writable: for the holder of a reservation, and for nobody else's blocks."""
         name = block_class, dtype, shape and tuple(shape)
         array = self._arrays.get(name)
@@ -104,11 +108,13 @@ class Pool:
             self._arrays[name] = array
         return array
 
-    def tensor(self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """All blocks of a class as one read-only array [blocks, *shape] over the pool's memory; index with block numbers.
+    def tensor(
+        self, block_class: int = 0, dtype: DTypeLike = np.uint8, shape: tuple[int, ...] | None = None
+    ) -> NDArray[Any]:
+        """All blocks of a class as one read-only array [blocks, *shape] over the pool's memory, by block number.
 
-        `shape` defaults to one axis as long as a block. No copy; keeps the mapping alive; supports the buffer protocol and
-        DLPack. Raises `InvalidArgument` if dtype and shape need more than a block, `OutOfRange`.
+        `shape` defaults to one axis as long as a block. No copy; keeps the mapping alive; supports the buffer protocol
+        and DLPack. Raises `InvalidArgument` if dtype and shape need more than a block, `OutOfRange`.
         """
         name = block_class, dtype, shape and tuple(shape), "read-only"
         array = self._arrays.get(name)
@@ -155,7 +161,7 @@ class Pool:
     # ---- observation ----
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: shape, blocks per state and class, counters over all workers, hit ratio, huge-page bytes, workers.
+        """Plain numbers: shape, blocks per state and class, counters over all workers, huge-page bytes, each worker.
 
         Walks the words of all blocks (a million in about a millisecond); takes no lock.
         """
@@ -201,7 +207,7 @@ def _strides(block: int | str | Sequence[int | str]) -> list[int]:
         if stride % BLOCK_BYTES_STEP or not BLOCK_BYTES_MIN <= stride <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
                 f"a block of {stride} bytes: block sizes are {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes in steps of "
-                f"{BLOCK_BYTES_STEP}; the next are {max(stride // 64 * 64, BLOCK_BYTES_MIN)} and {-(-stride // 64) * 64}"
+                f"{BLOCK_BYTES_STEP}, such as {max(stride // 64 * 64, BLOCK_BYTES_MIN)}"
             )
     if not 1 <= len(strides) <= lib.KVP_CLASSES_MAX or len(set(strides)) != len(strides):
         raise InvalidArgument(f"a pool has 1 to {lib.KVP_CLASSES_MAX} different block sizes, not {strides}")
@@ -247,10 +253,10 @@ def create(
     """Make a pool and open it. All memory is backed before this returns.
 
     `uri`: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660, ?node=N, ?interleave=0,1.
-    `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4 KiB
-    to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a chain
-    first), lru, fifo, lfu. `workers`: handles that may be open at once, 1 to 64. `replace`: remove a pool of this name
-    that no live worker uses. `progress(done, total)` is called from other threads while memory is backed.
+    `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
+    KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
+    chain first), lru, fifo, lfu. `workers`: handles that may be open at once, 1 to 64. `replace`: remove a pool of this
+    name that no live worker uses. `progress(done, total)` is called from other threads while memory is backed.
 
     Raises `InvalidArgument`, `Exists`, `Busy` (replace, but in use), `NoSpace` (with the missing byte count),
     `PermissionDenied`, `SystemFailure`. On any exception, KeyboardInterrupt included, nothing is left behind.
@@ -293,7 +299,9 @@ def _adopt(out: Any) -> Pool:
 
 def _text(uri: str) -> bytes:
     if not isinstance(uri, str) or "\0" in uri:
-        raise InvalidArgument(f"{uri!r} is not a pool URI: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y")
+        raise InvalidArgument(
+            f"{uri!r} is not a pool URI: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y"
+        )
     return os.fsencode(uri)
 
 

@@ -13,9 +13,24 @@ if TYPE_CHECKING:
 __all__ = ["CheckReport", "Event", "EventStream", "pool_stats"]
 
 COUNTERS = (
-    "lookups", "hits", "published", "duplicates", "evicted", "removed", "bytes_in", "bytes_out", "pinned", "full",
-    "recoveries", "recovered", "unindexed", "stale", "spared", "segments_moved", "recovery_ns",
-)  # fmt: skip
+    "lookups",
+    "hits",
+    "published",
+    "duplicates",
+    "evicted",
+    "removed",
+    "bytes_in",
+    "bytes_out",
+    "pinned",
+    "full",
+    "recoveries",
+    "recovered",
+    "unindexed",
+    "stale",
+    "spared",
+    "segments_moved",
+    "recovery_ns",
+)
 STATES = ("absent", "free", "cached", "reserved", "live", "evicting")
 KINDS = ("published", "evicted", "removed", "recovered")
 WORKER_STATES = ("free", "alive", "dead")
@@ -113,9 +128,21 @@ def pool_info(handle: Any) -> dict[str, Any]:
     check(lib.kvp_pool_info(handle, raw))
     info = {
         name: getattr(raw, name)
-        for name in ("incarnation", "bytes", "metadata_bytes", "payload_offset", "payload_bytes", "created_ns",
-                     "segments", "segment_bytes", "pin_slots", "log_records", "workers", "self")
-    }  # fmt: skip
+        for name in (
+            "incarnation",
+            "bytes",
+            "metadata_bytes",
+            "payload_offset",
+            "payload_bytes",
+            "created_ns",
+            "segments",
+            "segment_bytes",
+            "pin_slots",
+            "log_records",
+            "workers",
+            "self",
+        )
+    }
     info["uuid"] = bytes(raw.uuid).hex()
     info["policy"] = ffi.string(raw.policy).decode()
     info["mode"] = ffi.string(raw.mode).decode()
@@ -134,10 +161,16 @@ def pool_workers(handle: Any, slots: int) -> list[dict[str, Any]]:
         if raw.incarnation == 0:
             continue
         counters = {name: raw.counter[i] for i, name in enumerate(COUNTERS)}
-        workers.append({
-            "slot": slot, "state": WORKER_STATES[raw.state], "pid": raw.pid, "incarnation": raw.incarnation,
-            "joined_ns": raw.joined_ns, **counters,
-        })  # fmt: skip
+        workers.append(
+            {
+                "slot": slot,
+                "state": WORKER_STATES[raw.state],
+                "pid": raw.pid,
+                "incarnation": raw.incarnation,
+                "joined_ns": raw.joined_ns,
+                **counters,
+            }
+        )
     return workers
 
 

@@ -10,9 +10,10 @@ import sys
 import textwrap
 import time
 
-import kvpool
 import numpy as np
 import pytest
+
+import kvpool
 
 _numbers = itertools.count()
 
@@ -63,8 +64,13 @@ def python():
     """Run a program in a fresh interpreter; returns the finished process."""
 
     def run(source, *arguments, check=True, **options):
-        done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(source), *map(str, arguments)],
-                              capture_output=True, text=True, timeout=60, **options)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", textwrap.dedent(source), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **options,
+        )
         assert not check or done.returncode == 0, done.stderr
         return done
 

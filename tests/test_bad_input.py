@@ -5,10 +5,11 @@ import shutil
 import struct
 import subprocess
 
-import kvpool
 import numpy as np
 import pytest
 from conftest import eventually, fill
+
+import kvpool
 
 SHM = "/dev/shm"
 
@@ -31,7 +32,9 @@ def test_sizes_that_are_none(uri, size):
     assert not left_behind(uri)
 
 
-@pytest.mark.parametrize("block", [0, -4096, 1, 100, 4095, 4097, 4 << 30, (16 << 20) + 64, "3KiB", [], ["4KiB", "4KiB"], ["4KiB"] * 9])
+@pytest.mark.parametrize(
+    "block", [0, -4096, 1, 100, 4095, 4097, 4 << 30, (16 << 20) + 64, "3KiB", [], ["4KiB", "4KiB"], ["4KiB"] * 9]
+)
 def test_blocks_that_are_none(uri, block):
     with pytest.raises(kvpool.InvalidArgument):
         kvpool.create(uri, "16MiB", block)
@@ -49,8 +52,15 @@ def test_any_block_size_in_steps_of_64(block, identity):
             assert all(view.nbytes == block for view in hit.views)
 
 
-@pytest.mark.parametrize("options", [{"size": 1 << 50, "block": "4KiB"}, {"blocks": 1 << 28, "block": "16MiB"},
-                                     {"size": 4096}, {"size": "100KiB", "block": "16MiB"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 1 << 50, "block": "4KiB"},
+        {"blocks": 1 << 28, "block": "16MiB"},
+        {"size": 4096},
+        {"size": "100KiB", "block": "16MiB"},
+    ],
+)
 def test_sizes_that_cannot_be(uri, options):
     with pytest.raises((kvpool.InvalidArgument, kvpool.NoSpace)) as caught:
         kvpool.create(uri, **options)
@@ -65,18 +75,51 @@ def test_more_than_the_machine_has_names_the_missing_bytes(uri):
     assert not left_behind(uri)
 
 
-@pytest.mark.parametrize("wrong", [{"policy": "mru"}, {"workers": 0}, {"workers": 65}, {"workers": True}, {"blocks": 4, "size": 1 << 20},
-                                   {"size": None}, {"blocks": 0, "size": None}, {"blocks": -1, "size": None},
-                                   {"blocks": "4", "size": None}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "mru"},
+        {"workers": 0},
+        {"workers": 65},
+        {"workers": True},
+        {"blocks": 4, "size": 1 << 20},
+        {"size": None},
+        {"blocks": 0, "size": None},
+        {"blocks": -1, "size": None},
+        {"blocks": "4", "size": None},
+    ],
+)
 def test_other_options(uri, wrong):
     with pytest.raises(kvpool.InvalidArgument):
         kvpool.create(uri, **({"size": "16MiB"} | wrong))
     assert not left_behind(uri)
 
 
-@pytest.mark.parametrize("text", ["", "x", "shm:", "shm:a/b", "shm:.hidden", "shm:" + "x" * 300, "posix:x", "file:", "dax:0.0", "dax:/tmp/x",
-                                  "memfd:x", "memfd:1/x", "memfd:/", "hugetlb:3MiB", "shm:x?color=red", "shm:x?mode=9",
-                                  "shm:x?node=64", "shm:x?node=", "x" * 600, "shm:a\0b"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "shm:",
+        "shm:a/b",
+        "shm:.hidden",
+        "shm:" + "x" * 300,
+        "posix:x",
+        "file:",
+        "dax:0.0",
+        "dax:/tmp/x",
+        "memfd:x",
+        "memfd:1/x",
+        "memfd:/",
+        "hugetlb:3MiB",
+        "shm:x?color=red",
+        "shm:x?mode=9",
+        "shm:x?node=64",
+        "shm:x?node=",
+        "x" * 600,
+        "shm:a\0b",
+    ],
+)
 def test_uris_that_are_none(text):
     for call in (lambda: kvpool.create(text, "1MiB"), lambda: kvpool.open(text), lambda: kvpool.remove(text)):
         with pytest.raises((kvpool.InvalidArgument, kvpool.NotFound)):
@@ -108,11 +151,15 @@ def test_the_name_is_taken(make_pool, uri):
 
 def test_replace_takes_over_from_the_dead(uri, python):
     for _ in range(3):
-        done = python("""
+        done = python(
+            """
             import sys, os, signal, kvpool
             pool = kvpool.create(sys.argv[1], "4MiB", "4KiB", replace=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        """, uri, check=False)  # fmt: skip
+        """,
+            uri,
+            check=False,
+        )
         assert done.returncode == -9
         assert len(left_behind(uri)) == 1
 
@@ -122,7 +169,11 @@ def test_permissions(make_pool, uri):
     assert os.stat(path_of(uri)).st_mode & 0o777 == 0o600
     if os.getuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root to become somebody else")
-    done = subprocess.run(["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", f"cat {path_of(uri)}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", f"cat {path_of(uri)}"],
+        capture_output=True,
+        text=True,
+    )
     assert "ermission denied" in done.stderr
 
 
@@ -211,8 +262,10 @@ def test_a_folder_is_no_pool(tmp_path):
         kvpool.open(f"file:{tmp_path}")
 
 
-@pytest.mark.parametrize(("version", "error", "code"), [(0, kvpool.NotReady, -10), (1, kvpool.VersionMismatch, -12),
-                                                        (3, kvpool.VersionMismatch, -13)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "error", "code"),
+    [(0, kvpool.NotReady, -10), (1, kvpool.VersionMismatch, -12), (3, kvpool.VersionMismatch, -13)],
+)
 def test_other_versions(image, version, error, code):
     path, uri = image
     patch(path, 8, struct.pack("<Q", version))
@@ -274,8 +327,15 @@ def test_re_created_under_the_same_name(make_pool, identity, uri):
     hit = ns.match(keys)
     kvpool.remove(uri, force=True)
     with kvpool.create(uri, blocks=64, block="4KiB") as new:
-        for call in (lambda: ns.match(keys), lambda: ns.reserve(keys), lambda: ns.contains(keys), lambda: old.evict(1), lambda: old.check(),
-                     lambda: ns.get_into(keys, np.zeros((10, 4096), np.uint8)), lambda: ns.put(keys, np.zeros((10, 4096), np.uint8))):  # fmt: skip
+        for call in (
+            lambda: ns.match(keys),
+            lambda: ns.reserve(keys),
+            lambda: ns.contains(keys),
+            lambda: old.evict(1),
+            lambda: old.check(),
+            lambda: ns.get_into(keys, np.zeros((10, 4096), np.uint8)),
+            lambda: ns.put(keys, np.zeros((10, 4096), np.uint8)),
+        ):
             with pytest.raises(kvpool.Replaced, match="open the pool again"):
                 call()
         assert int(hit.views[0][0]) >= 0
@@ -312,7 +372,11 @@ def test_references_that_name_nothing(pool, ns):
 
 def test_classes_that_are_not_there(pool, identity):
     for wrong in (1, -1, 8):
-        for call in (lambda c=wrong: pool.namespace(identity, block_class=c), lambda c=wrong: pool.tensor(c), lambda c=wrong: pool.evict(1, c)):
+        for call in (
+            lambda c=wrong: pool.namespace(identity, block_class=c),
+            lambda c=wrong: pool.tensor(c),
+            lambda c=wrong: pool.evict(1, c),
+        ):
             with pytest.raises(kvpool.OutOfRange, match="does not exist"):
                 call()
 
@@ -349,7 +413,14 @@ def test_after_close(make_pool, identity):
     view = new.views[0]
     pool.close()
     pool.close()
-    for call in (lambda: ns.match(keys), lambda: ns.reserve(keys), new.publish, lambda: pool.evict(1), pool.check, lambda: ns.remove(keys)):
+    for call in (
+        lambda: ns.match(keys),
+        lambda: ns.reserve(keys),
+        new.publish,
+        lambda: pool.evict(1),
+        pool.check,
+        lambda: ns.remove(keys),
+    ):
         with pytest.raises(kvpool.Closed):
             call()
     view[0]
@@ -384,7 +455,13 @@ def test_after_fork(pool, ns):
     if pid == 0:
         status = 1
         try:
-            for call in (lambda: ns.match(keys), lambda: ns.reserve(keys), lambda: pool.evict(1), pool.check, lambda: pool.events().poll()):
+            for call in (
+                lambda: ns.match(keys),
+                lambda: ns.reserve(keys),
+                lambda: pool.evict(1),
+                pool.check,
+                lambda: pool.events().poll(),
+            ):
                 try:
                     call()
                     os._exit(2)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 from click.testing import CliRunner
+
 from kvpool.tools.bench import bench
 from kvpool.tools.bench_suite import Effort, Report, Row, in_turn, merge
 from kvpool.tools.bench_suite_driver import DriverMissing, build_driver, run_driver
@@ -22,23 +23,26 @@ C_ROWS = {
     for verb in ("match", "lookup")
     for where in ("1e4, hot", "1e5, hot", "1e6, hot", "1e6, cold", "1e6, scattered, hot", "1e6, scattered, cold")
 }
-PYTHON_ROWS = {
-    "alloc+free, 1 block (Python)",
-    "alloc+free, batch of 64 (Python)",
-    "hash+match of 16384 tokens, 1e6 entries (Python)",
-    "recovery, SIGKILL to detected, 1e6 blocks",
-    "recovery, SIGKILL to reusable, 1e6 blocks",
-} | {
-    name
-    for size in ("128 KiB", "512 KiB", "2 MiB")
-    for name in (f"put, {size} (Python)", f"get_into, {size} (Python)")
-} | {
-    f"get in place, {count}, {how} (Python)"
-    for count in ("1 block", "batch of 64")
-    for how in ("lowest calls", "Namespace")
-} | {
-    f"metadata, {blocks} blocks of 128 KiB{share}" for blocks in ("1e4", "1e5", "1e6") for share in ("", ", share")
-}  # fmt: skip
+PYTHON_ROWS = (
+    {
+        "alloc+free, 1 block (Python)",
+        "alloc+free, batch of 64 (Python)",
+        "hash+match of 16384 tokens, 1e6 entries (Python)",
+        "recovery, SIGKILL to detected, 1e6 blocks",
+        "recovery, SIGKILL to reusable, 1e6 blocks",
+    }
+    | {
+        name
+        for size in ("128 KiB", "512 KiB", "2 MiB")
+        for name in (f"put, {size} (Python)", f"get_into, {size} (Python)")
+    }
+    | {
+        f"get in place, {count}, {how} (Python)"
+        for count in ("1 block", "batch of 64")
+        for how in ("lowest calls", "Namespace")
+    }
+    | {f"metadata, {blocks} blocks of 128 KiB{share}" for blocks in ("1e4", "1e5", "1e6") for share in ("", ", share")}
+)
 
 
 @pytest.mark.slow

@@ -5,19 +5,47 @@ import os
 import subprocess
 import sys
 
-import kvpool
 import numpy as np
 import pytest
 from conftest import eventually
+
+import kvpool
 
 pytest.importorskip("gguf", reason="the demo's extras are not installed: pip install kvpool[demo]")
 pytest.importorskip("tokenizers", reason="the demo's extras are not installed: pip install kvpool[demo]")
 from kvpool.tools import demo_worker
 from kvpool.tools.model import Model, ModelMissing, Sequence, Tokenizer, find_gguf, usable_prefix
 
-PROMPT = ("A memory pool keeps the key and value tensors of a prompt so that a second request with the same prefix does not "
-          "compute them again. The capital of France is")  # fmt: skip
-RIGHT = [260, 3575, 282, 4649, 30, 198, 198, 504, 14496, 476, 60, 18, 314, 804, 288, 5521, 338, 260, 14496, 314, 253, 14496, 282, 253]
+PROMPT = (
+    "A memory pool keeps the key and value tensors of a prompt so that a second request with the same prefix does not "
+    "compute them again. The capital of France is"
+)
+RIGHT = [
+    260,
+    3575,
+    282,
+    4649,
+    30,
+    198,
+    198,
+    504,
+    14496,
+    476,
+    60,
+    18,
+    314,
+    804,
+    288,
+    5521,
+    338,
+    260,
+    14496,
+    314,
+    253,
+    14496,
+    282,
+    253,
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +89,13 @@ def test_the_right_tokens_with_and_without_reuse(weights, uri):
 
 @pytest.mark.slow
 def test_the_demo(weights, tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-m", "kvpool.tools.main", "demo", "--json", "--picture", tmp_path / "ttft.png"],
-                          capture_output=True, text=True, timeout=170, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvpool.tools.main", "demo", "--json", "--picture", tmp_path / "ttft.png"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert len(result["requests"]) == 12

@@ -3,11 +3,12 @@
 import array
 import dataclasses
 
-import kvpool
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import kvpool
 
 GOLDEN = {
     "": "ed36fcf84e3751fa5d346397abd3e55d",
@@ -38,8 +39,18 @@ def test_every_process_derives_the_same(identity, python, monkeypatch):
         assert done.stdout.strip() == GOLDEN["a"]
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, lambda t: np.array(t, np.int64), lambda t: np.array(t, np.uint16),
-                                  lambda t: array.array("i", t), lambda t: memoryview(array.array("q", t))])  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        np.array,
+        lambda t: np.array(t, np.int64),
+        lambda t: np.array(t, np.uint16),
+        lambda t: array.array("i", t),
+        lambda t: memoryview(array.array("q", t)),
+    ],
+)
 def test_any_integer_buffer(identity, form):
     assert keys_of(identity, form(range(48))) == keys_of(identity, np.arange(48, dtype=np.uint32))
 
@@ -109,8 +120,17 @@ def test_tenants_share_nothing(identity):
     assert not set(keys_of(identity, range(160), "a")) & set(keys_of(identity, range(160), "b"))
 
 
-@pytest.mark.parametrize("wrong", [{"model": ""}, {"revision": None}, {"rank": (2, 2)}, {"rank": (-1, 1)}, {"block_tokens": 0},
-                                   {"block_tokens": 2000}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": ""},
+        {"revision": None},
+        {"rank": (2, 2)},
+        {"rank": (-1, 1)},
+        {"block_tokens": 0},
+        {"block_tokens": 2000},
+    ],
+)
 def test_bad_identity(identity, wrong):
     with pytest.raises(kvpool.InvalidArgument, match="Identity"):
         dataclasses.replace(identity, **wrong)

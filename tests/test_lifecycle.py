@@ -8,10 +8,11 @@ import sys
 import textwrap
 import time
 
-import kvpool
 import numpy as np
 import pytest
 from conftest import eventually, fill, payload
+
+import kvpool
 
 PRELUDE = """
 import os, signal, sys, time, threading
@@ -37,8 +38,14 @@ def start():
     running = []
 
     def run(body, *arguments):
-        running.append(subprocess.Popen([sys.executable, "-P", "-c", script(body), *map(str, arguments)],
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", script(body), *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return running[-1]
 
     yield run
@@ -49,7 +56,9 @@ def start():
 
 def recovered(pool):
     """No dead worker is left, and the pool is clean."""
-    return eventually(lambda: all(w["state"] != "dead" for w in pool.stats()["worker_list"]) and (r := pool.check()).clean and r)
+    return eventually(
+        lambda: all(w["state"] != "dead" for w in pool.stats()["worker_list"]) and (r := pool.check()).clean and r
+    )
 
 
 PHASES = {
@@ -67,7 +76,10 @@ PHASES = {
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill_in_each_phase(pool, ns, uri, start, phase):
     keys = ns.keys(range(160))
-    killed = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160))\n" + PHASES[phase], uri)
+    killed = start(
+        "pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160))\n" + PHASES[phase],
+        uri,
+    )
     assert killed.wait(30) == -signal.SIGKILL
     report = recovered(pool)
     assert report, pool.check()
@@ -122,7 +134,8 @@ def test_killed_while_all_work(pool, ns, uri, start):
 
 def test_everybody_dies_and_a_newcomer_recovers(uri, start, identity):
     body = """
-        pool = kvpool.create(sys.argv[1], blocks=64, block="4KiB", workers=4) if sys.argv[2] == "0" else kvpool.open(sys.argv[1])
+        first = sys.argv[2] == "0"
+        pool = kvpool.create(sys.argv[1], blocks=64, block="4KiB", workers=4) if first else kvpool.open(sys.argv[1])
         ns = pool.namespace(identity); keys = ns.keys(range(160)); fill(ns, keys); hit = ns.match(keys)
         new = ns.reserve(ns.keys(range(int(sys.argv[2]) * 1000 + 5, int(sys.argv[2]) * 1000 + 85)))
         say("ready"); time.sleep(60)
@@ -152,10 +165,13 @@ def test_readers_that_die_use_up_nothing(pool, uri, start):
 
 
 def test_a_stopped_worker_blocks_nobody(pool, ns, uri, start):
-    stopped = start("""
+    stopped = start(
+        """
         pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity)
         new = ns.reserve(ns.keys(range(160))); say("ready"); time.sleep(60)
-    """, uri)  # fmt: skip
+    """,
+        uri,
+    )
     assert stopped.stdout.readline() == "ready\n"
     stopped.send_signal(signal.SIGSTOP)
     assert fill(ns, ns.keys(range(16 * 54))) == 54
@@ -190,7 +206,9 @@ EXITS = {
     "with a cycle": "a = [hit, views]; a.append(a); del hit, views",
     "with the pool first": "pool.close(); del pool",
     "with the module torn down": "import builtins; builtins.keep = (hit, views, new, pool)",
-    "with a daemon thread reading": "threading.Thread(target=lambda: [v.sum() for _ in range(10**9) for v in views], daemon=True).start()",
+    "with a daemon thread reading": (
+        "threading.Thread(target=lambda: [v.sum() for _ in range(10**9) for v in views], daemon=True).start()"
+    ),
 }
 
 
@@ -198,9 +216,14 @@ EXITS = {
 def test_exit_with_live_views_never_crashes(pool, ns, uri, start, how):
     keys = ns.keys(range(160))
     fill(ns, keys)
-    done = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160)); hit = ns.match(keys)\n"
-                 "views = hit.views; rows = pool.tensor(); new = ns.reserve(ns.keys(range(5, 85))); wv = new.views\n" + EXITS[how], uri)  # fmt: skip
-    out, err = done.communicate(timeout=30)
+    done = start(
+        "pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity)\n"
+        "keys = ns.keys(range(160)); hit = ns.match(keys)\n"
+        "views = hit.views; rows = pool.tensor(); new = ns.reserve(ns.keys(range(5, 85))); wv = new.views\n"
+        + EXITS[how],
+        uri,
+    )
+    err = done.communicate(timeout=30)[1]
     assert done.returncode in (0, 3), err
     assert "ignored" not in err
     assert "leaked" not in err
@@ -271,7 +294,8 @@ def test_interrupts_leak_nothing(pool, ns, uri, start, call):
                 say("interrupted")
         del full
         import gc; gc.collect()
-        print(pool.check().clean, pool.check().pins, pool.check().blocks["reserved"], len(os.listdir("/proc/self/fd")) < 20)
+        report = pool.check()
+        print(report.clean, report.pins, report.blocks["reserved"], len(os.listdir("/proc/self/fd")) < 20)
     """
     process = start(body, uri)
     assert process.stdout.readline() == "ready\n", process.communicate()
@@ -313,7 +337,10 @@ def test_memfd_by_inheritance_and_by_pid(identity, start):
         ns = pool.namespace(identity)
         keys = ns.keys(range(160))
         fill(ns, keys)
-        child = start("pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); say(len(ns.match(ns.keys(range(160)))))", pool.uri)
+        child = start(
+            "pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); say(len(ns.match(ns.keys(range(160)))))",
+            pool.uri,
+        )
         assert child.stdout.readline() == "10\n", child.communicate()
 
 
@@ -349,6 +376,11 @@ def test_a_creator_that_dies_leaves_nothing(uri, start):
 
 
 def test_of_two_creators_one_wins(uri, start):
-    body = "\ntry:\n    p = kvpool.create(sys.argv[1], '16MiB', '4KiB'); say('made'); time.sleep(5)\nexcept kvpool.Exists:\n    say('exists')\n"
+    body = """
+        try:
+            p = kvpool.create(sys.argv[1], '16MiB', '4KiB'); say('made'); time.sleep(5)
+        except kvpool.Exists:
+            say('exists')
+    """
     said = sorted(each.stdout.readline() for each in [start(body, uri) for _ in range(4)])
     assert said == ["exists\n"] * 3 + ["made\n"]

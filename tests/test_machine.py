@@ -9,12 +9,13 @@ import random
 import subprocess
 import time
 
-import kvpool
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from native_build import CRASH, program
+
+import kvpool
 
 WORKERS, CHAINS, LENGTH = 3, 4, 6
 SEED = int(os.environ.get("KVPOOL_SEED", random.randrange(1 << 32)))
@@ -33,8 +34,9 @@ class Worker:
     """A process, and what it holds according to the model."""
 
     def __init__(self, uri):
-        self.process = subprocess.Popen([program(CRASH, "native/worker.c"), uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True)  # fmt: skip
+        self.process = subprocess.Popen(
+            [program(CRASH, "native/worker.c"), uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.slot = int(self.process.stdout.readline().split()[1])
         self.pins: list[tuple[int, int]] = []
         self.reserved: list[tuple[int, int]] = []
@@ -219,7 +221,12 @@ def test_machine(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=40, deadline=None, print_blob=True, database=None,
-            phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+            max_examples=EXAMPLES,
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+            database=None,
+            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
         ),
-    )  # fmt: skip
+    )

@@ -115,8 +115,7 @@ def tiny_model() -> Model:
     named = {f"{i}.{name}": shape for i in range(TINY.layers) for name, shape in shapes.items()}
     named |= {"embedding": (100, TINY.hidden), "norm": (TINY.hidden,)}
     weights = {
-        name: rng.standard_normal(shape, np.float32) / np.float32(TINY.hidden**0.5)
-        for name, shape in named.items()
+        name: rng.standard_normal(shape, np.float32) / np.float32(TINY.hidden**0.5) for name, shape in named.items()
     }
     return Model(TINY, weights, "random")
 
@@ -143,9 +142,7 @@ def test_right_tokens_without_reuse(model: Model) -> None:
     assert min(margins) > MARGIN_MIN
 
 
-def test_right_tokens_with_the_first_block_reused_in_place(
-    model: Model, first_block: bytes
-) -> None:
+def test_right_tokens_with_the_first_block_reused_in_place(model: Model, first_block: bytes) -> None:
     view = view_of(first_block, model.config)
     seq = Sequence(model.config, [view])
     tokens, margins = model.greedy(seq, PROMPT_IDS[BLOCK_TOKENS:], 24)
@@ -164,9 +161,7 @@ def test_copying_way_gives_the_same_and_is_counted(model: Model, first_block: by
     assert not np.shares_memory(copied.prefix[0], view)
 
 
-def test_logits_are_bit_exact_between_live_and_reread_blocks(
-    model: Model, first_block: bytes
-) -> None:
+def test_logits_are_bit_exact_between_live_and_reread_blocks(model: Model, first_block: bytes) -> None:
     """The same split, once with the KV that this process computed, once read from a mapping."""
     live = Sequence(model.config)
     model.forward(PROMPT_IDS[:BLOCK_TOKENS], live)
@@ -341,9 +336,7 @@ def test_missing_file_says_what_to_do(empty_cache: Path) -> None:
     assert not empty_cache.exists()
 
 
-def test_named_file_goes_before_the_environment(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_file_goes_before_the_environment(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [empty_cache.parent / name for name in ("a.gguf", "b.gguf")]
     for file in files:
         file.touch()

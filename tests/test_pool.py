@@ -3,10 +3,11 @@
 import gc
 import threading
 
-import kvpool
 import numpy as np
 import pytest
 from conftest import eventually, fill, payload
+
+import kvpool
 
 
 def test_publish_then_match_gives_the_bytes(ns):
@@ -259,13 +260,16 @@ def test_two_handles_of_one_process(pool, ns, identity, uri):
 
 def test_what_is_published_outlives_its_writer(make_pool, identity, uri, python):
     keys = make_pool().namespace(identity).keys(range(160))
-    python("""
+    python(
+        """
         import sys, kvpool, numpy as np
         with kvpool.open(sys.argv[1]) as pool:
             i = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
             ns = pool.namespace(i)
             ns.put(ns.keys(range(160)), [bytes([n]) * 4096 for n in range(10)])
-    """, uri)  # fmt: skip
+    """,
+        uri,
+    )
     with kvpool.open(uri) as pool, pool.namespace(identity).match(keys) as hit:
         assert [int(view[9]) for view in hit.views] == list(range(10))
 

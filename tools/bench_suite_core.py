@@ -272,5 +272,3 @@ def run(effort: Effort) -> Report:
     report.rows += read_rows(effort)
     report.rows += metadata_rows()
     return report
-
-

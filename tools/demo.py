@@ -69,7 +69,9 @@ def receive(worker: Worker) -> Any:
         if worker.pipe.poll(ANSWER_S):
             return worker.pipe.recv()
     except (EOFError, ConnectionError) as error:
-        raise RuntimeError(f"{worker.name} (pid {worker.process.pid}) ended unexpectedly; its error is above") from error
+        raise RuntimeError(
+            f"{worker.name} (pid {worker.process.pid}) ended unexpectedly; its error is above"
+        ) from error
     raise RuntimeError(f"{worker.name} (pid {worker.process.pid}) has not answered for {ANSWER_S:.0f} s")
 
 
@@ -85,8 +87,10 @@ def common_blocks(prompts: list[list[int]]) -> int:
 
 def make_requests(tokenizer: Tokenizer) -> tuple[list[list[int]], list[Request]]:
     """The shared prefix of each context, and all requests in an order that mixes the contexts."""
-    prompts = [[tokenizer.encode(context + question) for question in asked]
-               for context, asked in zip(CONTEXTS, QUESTIONS, strict=True)]  # fmt: skip
+    prompts = [
+        [tokenizer.encode(context + question) for question in asked]
+        for context, asked in zip(CONTEXTS, QUESTIONS, strict=True)
+    ]
     shared = [group[0][: common_blocks(group) * BLOCK_TOKENS] for group in prompts]
     mixed = [group[i] for i in range(len(prompts[0])) for group in prompts]
     return shared, [Request(number, ids, CONTINUATION_TOKENS) for number, ids in enumerate(mixed)]
@@ -126,8 +130,10 @@ def kill(run: Run, worker: Worker, decoders: list[Worker]) -> None:
     assert worker.busy is not None
     run.pending.appendleft(Request(worker.busy.number, worker.busy.ids, worker.busy.new_tokens))
     decoders.remove(worker)
-    run.progress.console.print(f"[red]killed {worker.name} (pid {worker.process.pid}) with SIGKILL in request {worker.busy.number}; "
-                               f"{len(decoders)} left[/red]")  # fmt: skip
+    run.progress.console.print(
+        f"[red]killed {worker.name} (pid {worker.process.pid}) with SIGKILL in request {worker.busy.number}; "
+        f"{len(decoders)} left[/red]"
+    )
 
 
 def decode_all(run: Run, decoders: list[Worker], total: int) -> None:
@@ -185,7 +191,13 @@ def draw(answers: list[dict[str, Any]], path: Path) -> str | None:
         return None
     figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
     places = range(len(answers))
-    axes.bar([x - 0.2 for x in places], [a["ttft_ms_without"] for a in answers], 0.4, label="without the pool", color="#b0b7c3")
+    axes.bar(
+        [x - 0.2 for x in places],
+        [a["ttft_ms_without"] for a in answers],
+        0.4,
+        label="without the pool",
+        color="#b0b7c3",
+    )
     axes.bar([x + 0.2 for x in places], [a["ttft_ms"] for a in answers], 0.4, label="with the pool", color="#2a6fdb")
     axes.set_xticks(list(places), [str(a["number"]) for a in answers])
     axes.set_xlabel("request")
@@ -214,13 +226,25 @@ def summarise(run: Run, report: kvpool.CheckReport, picture: Path) -> dict[str, 
 
 def show(result: dict[str, Any], tokenizer: Tokenizer, console: Console) -> None:
     """The result for people."""
-    table = Table("request", "worker", "tokens", "matched", "TTFT ms", "without", "equal", "bytes copied", "continuation")
+    table = Table(
+        "request", "worker", "tokens", "matched", "TTFT ms", "without", "equal", "bytes copied", "continuation"
+    )
     for a in result["requests"]:
-        table.add_row(str(a["number"]), a["worker"], str(a["tokens"]), str(a["matched"]), f"{a['ttft_ms']:.0f}",
-                      f"{a['ttft_ms_without']:.0f}", "yes" if a["equal"] else "[red]NO[/red]", str(a["bytes_copied"]),
-                      tokenizer.decode(a["output"]).strip().replace("\n", " ")[:40])  # fmt: skip
+        table.add_row(
+            str(a["number"]),
+            a["worker"],
+            str(a["tokens"]),
+            str(a["matched"]),
+            f"{a['ttft_ms']:.0f}",
+            f"{a['ttft_ms_without']:.0f}",
+            "yes" if a["equal"] else "[red]NO[/red]",
+            str(a["bytes_copied"]),
+            tokenizer.decode(a["output"]).strip().replace("\n", " ")[:40],
+        )
     console.print(table)
-    console.print(f"killed {result['killed']} decode worker, leaked blocks {result['leaked_blocks']}, check: {result['check']}")
+    console.print(
+        f"killed {result['killed']} decode worker, leaked blocks {result['leaked_blocks']}, check: {result['check']}"
+    )
     console.print(f"picture: {result['picture'] or 'not drawn (pip install kvpool[demo] brings matplotlib)'}")
 
 

@@ -1,6 +1,7 @@
 """The processes of the demo: one prefills shared contexts, others decode requests, all over one pool.
 
-Each function is the life of a process: it opens the pool, says "ready", and answers messages on a pipe until None comes.
+Each function is the life of a process: it opens the pool, says "ready", and answers messages on a pipe until None
+comes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `wait_at_token`: stop for good after that many tokens, so that the parent can kill the process there."""
+    """One prompt. `wait_at_token`: stop for good after that many tokens, for the parent to kill the process there."""
 
     number: int
     ids: list[int]
@@ -90,7 +91,9 @@ def prefill(pipe: Connection, uri: str, weights: Path) -> None:
     pool.close()
 
 
-def timed(model: Model, seq: Sequence, request: Request, start: int, begun: float) -> tuple[float, list[int], list[float]]:
+def timed(
+    model: Model, seq: Sequence, request: Request, start: int, begun: float
+) -> tuple[float, list[int], list[float]]:
     """Time to first token in milliseconds since `begun`, the tokens and their margins."""
     first: list[float] = []
 
@@ -103,7 +106,9 @@ def timed(model: Model, seq: Sequence, request: Request, start: int, begun: floa
     return first[0], tokens, margins
 
 
-def with_pool(model: Model, config: Config, ns: kvpool.Namespace, request: Request) -> tuple[float, list[int], list[float], int, Sequence]:
+def with_pool(
+    model: Model, config: Config, ns: kvpool.Namespace, request: Request
+) -> tuple[float, list[int], list[float], int, Sequence]:
     """Answer with what the pool has: attend to its blocks in place, compute the rest, publish it."""
     begun = time.perf_counter()
     with ns.match(ns.keys(request.ids)) as hit:
@@ -135,8 +140,16 @@ def decode(pipe: Connection, uri: str, weights: Path) -> None:
         ttft, tokens, margins, used, seq = with_pool(model, config, ns, request)
         ttft_without, expected = without_pool(model, config, request)
         answer = Answer(
-            request.number, len(request.ids), used * BLOCK_TOKENS, ttft, ttft_without, tokens == expected,
-            seq.bytes_copied, seq.bytes_published, min(margins), tokens,
-        )  # fmt: skip
+            request.number,
+            len(request.ids),
+            used * BLOCK_TOKENS,
+            ttft,
+            ttft_without,
+            tokens == expected,
+            seq.bytes_copied,
+            seq.bytes_published,
+            min(margins),
+            tokens,
+        )
         pipe.send(("answer", asdict(answer)))
     pool.close()

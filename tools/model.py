@@ -198,9 +198,7 @@ def _build_tokenizer(reader: gguf.GGUFReader) -> tokenizers.Tokenizer:
     from gguf import TokenType
     from tokenizers import decoders, models, pre_tokenizers
 
-    tokens, merges, types = (
-        _field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type")
-    )
+    tokens, merges, types = (_field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type"))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     result = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
@@ -399,9 +397,7 @@ class Model:
         folder = prepare(gguf_path)
         index = json.loads((folder / "index.json").read_text("utf-8"))
         # asarray: the same mapping without the cost of the memmap class on every slice.
-        weights = {
-            path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")
-        }
+        weights = {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}
         return cls(Config(**index["config"]), weights, index["sha256"])
 
     def forward(self, ids: Iterable[int], seq: Sequence) -> Array:

@@ -80,9 +80,7 @@ feather showed that the bird was a kind of wren which lived on no other island. 
 the name Sorvay wren, and the students of his university printed it on their scarves."""
 
 # The chat markers are the model's own: without them it continues the text instead of answering.
-CONTEXTS: tuple[str, ...] = tuple(
-    f"<|im_start|>user\n{text}" for text in (_LIGHTHOUSE, _BAKERY, _EXPEDITION)
-)
+CONTEXTS: tuple[str, ...] = tuple(f"<|im_start|>user\n{text}" for text in (_LIGHTHOUSE, _BAKERY, _EXPEDITION))
 
 _QUESTIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -107,6 +105,5 @@ _QUESTIONS: tuple[tuple[str, ...], ...] = (
 
 # One tuple of question texts per context; a prompt is CONTEXTS[i] + QUESTIONS[i][j].
 QUESTIONS: tuple[tuple[str, ...], ...] = tuple(
-    tuple(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions)
-    for questions in _QUESTIONS
+    tuple(f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions) for questions in _QUESTIONS
 )
