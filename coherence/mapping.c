@@ -51,14 +51,54 @@ static uint64_t meminfo_available(void)
     return kib ? kib << 10 : UINT64_MAX;
 }
 
+static uint64_t read_number(const char *folder, const char *leaf)
+{
+    char path[512];
+    unsigned long long value;
+
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.400s/%s", folder, leaf);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return UINT64_MAX;
+    int found = fscanf(file, "%llu", &value); /* "max" is no number: no limit */
+    fclose(file);
+    return found == 1 ? value : UINT64_MAX;
+}
+
+/* What the control group (v2) of this process leaves: a container's limit kills instead of refusing. */
+static uint64_t cgroup_available(void)
+{
+    char line[512], *folder = NULL;
+    FILE *file = fopen("/proc/self/cgroup", "re");
+
+    if (!file)
+        return UINT64_MAX;
+    while (!folder && fgets(line, sizeof line, file))
+        if (strncmp(line, "0::", 3) == 0)
+            folder = line + 3;
+    fclose(file);
+    if (!folder)
+        return UINT64_MAX;
+    folder[strcspn(folder, "\n")] = '\0';
+    uint64_t most = read_number(folder, "memory.max"), now = read_number(folder, "memory.current");
+    return most == UINT64_MAX || now == UINT64_MAX ? UINT64_MAX : most > now ? most - now : 0;
+}
+
+static uint64_t memory_available(void)
+{
+    uint64_t machine = meminfo_available(), group = cgroup_available();
+
+    return machine < group ? machine : group;
+}
+
 static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
 {
     struct statvfs room;
-    uint64_t memory = uri->kind == KVP_MAP_FILE ? UINT64_MAX : meminfo_available();
+    uint64_t memory = uri->kind == KVP_MAP_FILE ? UINT64_MAX : memory_available();
 
     if (bytes > memory)
-        return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: the machine has %llu bytes of "
-                        "memory available; ask for less", (unsigned long long)bytes,
+        return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: %llu bytes of memory are "
+                        "available to this process; ask for less", (unsigned long long)bytes,
                         (unsigned long long)(bytes - memory), (unsigned long long)memory);
     if (uri->kind != KVP_MAP_SHM && uri->kind != KVP_MAP_FILE)
         return KVP_OK;
@@ -177,7 +217,11 @@ static int map_aligned(struct kvp_mapping *out)
         return fail_errno("no address space for", out->uri);
     uint8_t *base = (uint8_t *)(((uintptr_t)hole + align - 1) & ~(uintptr_t)(align - 1));
     if (mmap(base, out->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, out->fd, 0) == MAP_FAILED) {
-        int status = fail_errno("cannot map", out->uri);
+        int status = out->kind == KVP_MAP_HUGETLB && errno == ENOMEM
+                         ? kvp_fail(KVP_E_NOSPACE, "%llu bytes of %llu-byte huge pages are not free: reserve them "
+                                    "(sysctl vm.nr_hugepages), or use shm: or memfd:, which get 2 MiB pages by themselves",
+                                    (unsigned long long)out->bytes, (unsigned long long)out->page_bytes)
+                         : fail_errno("cannot map", out->uri);
         munmap(hole, room);
         return status;
     }
@@ -221,18 +265,6 @@ static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
     return KVP_OK;
 }
 
-/* Promise every byte, after the NUMA policy is set: pages go where it says as they are made. */
-static int back_object(const struct kvp_uri *uri, const struct kvp_mapping *out)
-{
-    if (uri->kind == KVP_MAP_DAX)
-        return KVP_OK;
-    int error = uri->kind == KVP_MAP_HUGETLB ? 0 : posix_fallocate(out->fd, 0, (off_t)out->bytes);
-    if (error == 0 || error == EOPNOTSUPP || error == EINVAL)
-        return KVP_OK;
-    errno = error;
-    return fail_errno("cannot back", uri->text);
-}
-
 static void describe(const struct kvp_uri *uri, struct kvp_mapping *out)
 {
     out->kind = uri->kind;
@@ -259,13 +291,36 @@ int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out
         out->bytes = (bytes + out->page_bytes - 1) / out->page_bytes * out->page_bytes;
         describe(&uri, out);
         KVP_CRASH_POINT("mapping.unnamed");
-        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK &&
-            (status = bind_nodes(&uri, out->base, out->bytes)) == KVP_OK)
-            status = back_object(&uri, out);
+        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK)
+            status = bind_nodes(&uri, out->base, out->bytes);
     }
     if (status)
         kvp_mapping_close(out);
     return status;
+}
+
+static int fail_backing(const struct kvp_mapping *mapping, int error)
+{
+    struct stat info;
+    uint64_t have = fstat(mapping->fd, &info) ? 0 : (uint64_t)info.st_blocks * 512;
+
+    return kvp_fail(error == ENOSPC || error == ENOMEM || error == EFAULT ? KVP_E_NOSPACE : KVP_E_SYSTEM,
+                    "cannot back all of %s: %llu of %llu bytes missing: %s; ask for less, or use memfd: (not limited by "
+                    "/dev/shm) or file:PATH on a larger disk", mapping->uri,
+                    (unsigned long long)(mapping->bytes > have ? mapping->bytes - have : 0),
+                    (unsigned long long)mapping->bytes, strerror(error));
+}
+
+/* Promise the bytes of a file: from here on a store to them cannot end in SIGBUS. */
+static int allocate(const struct kvp_mapping *mapping, uint64_t start, uint64_t end)
+{
+    int error = EINTR;
+
+    if (mapping->kind == KVP_MAP_DAX || mapping->kind == KVP_MAP_HUGETLB) /* the mapping itself has promised them */
+        return KVP_OK;
+    while (error == EINTR)
+        error = posix_fallocate(mapping->fd, (off_t)start, (off_t)(end - start));
+    return error == 0 || error == EOPNOTSUPP || error == EINVAL ? KVP_OK : fail_backing(mapping, error);
 }
 
 int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes)
@@ -274,19 +329,17 @@ int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uin
 
     if (end > mapping->bytes)
         end = mapping->bytes;
-    while (start < end) {
+    int status = start < end ? allocate(mapping, start, end) : KVP_OK;
+    while (start < end && status == KVP_OK) {
         if (madvise(mapping->base + start, end - start, MADV_POPULATE_WRITE) == 0)
-            return KVP_OK;
-        if (errno == EINVAL || errno == ENOSYS) { /* Linux before 5.14: touch; fallocate has made it safe */
+            break;
+        if (errno == EINVAL || errno == ENOSYS) /* Linux before 5.14: touch */
             for (; start < end; start += KVP_PAGE)
                 co_or((co_u64 *)(void *)(mapping->base + start), 0);
-            return KVP_OK;
-        }
-        if (errno != EAGAIN && errno != EINTR)
-            return kvp_fail(KVP_E_NOSPACE, "cannot back bytes %llu to %llu of %s: %s",
-                            (unsigned long long)start, (unsigned long long)end, mapping->uri, strerror(errno));
+        else if (errno != EAGAIN && errno != EINTR)
+            status = fail_backing(mapping, errno);
     }
-    return KVP_OK;
+    return status;
 }
 
 int kvp_mapping_commit(struct kvp_mapping *mapping)

@@ -125,8 +125,8 @@ def test_a_wrong_payload_is_counted():
 
 
 def test_keys_and_payloads_belong_to_one_id():
-    ids = np.concatenate([np.arange(5000), np.arange(5000) << 32, [2**64 - 1]]).astype(np.uint64)
-    ids = np.unique(ids)
+    few = np.arange(5000, dtype=np.uint64)
+    ids = np.unique(np.concatenate([few, few << np.uint64(32), ~few]))
     keys, payloads = key_rows(ids), payload_rows(ids)
     assert len(np.unique(keys, axis=0)) == len(ids)
     assert all(len(np.unique(half)) == len(ids) for half in keys.T)
@@ -245,8 +245,10 @@ def test_unknown_and_empty_files(tmp_path):
     assert set(FORMATS) == {"mooncake", "kv-cache-tester"}
 
 
-@pytest.mark.parametrize(("text", "blocks"), [("10%", 20), ("12.5%", 25), ("0.1%", 1), ("33.3%", 66), ("unlimited", 201),
-                                              ("64KiB", 16), ("65537", 16), ("500 blocks", 500), ("1blocks", 1)])  # fmt: skip
+@pytest.mark.parametrize(("text", "blocks"), [
+    ("10%", 20), ("12.5%", 25), ("0.1%", 1), ("33.3%", 66), ("unlimited", 201), ("64KiB", 16), ("65537", 16),
+    ("500 blocks", 500), ("1blocks", 1),
+])  # fmt: skip
 def test_capacities(text, blocks):
     assert capacity_blocks(text, 201, 4096) == blocks
 
@@ -266,8 +268,8 @@ def test_replay_for_programs_and_people(tmp_path):
     report = json.loads(done.stdout)
     assert set(report) == REPORT
     assert done.stderr == ""
-    expected = {"requests": 3, "accesses": 9, "unique": 4, "hits": 4, "evictions": 2, "wrong_payloads": 0,
-                "policy": "lru", "capacity_blocks": 3, "workers": 1, "check": {"clean": True, "problems": []}}  # fmt: skip
+    expected = {"requests": 3, "accesses": 9, "unique": 4, "hits": 4, "evictions": 2, "wrong_payloads": 0, "workers": 1,
+                "policy": "lru", "capacity_blocks": 3, "check": {"clean": True, "problems": []}}  # fmt: skip
     assert expected.items() <= report.items()
     assert report["hit_ratio"] == pytest.approx(4 / 9)
     assert report["reuse_distance"]["p50"] == 2
@@ -322,11 +324,11 @@ PERCENTS = (1, 5, 10, 25, 50)
 ROWS = {
     ("conversation", "lru"): (15_080, 56_382, 80_323, 101_978, 104_759),
     ("conversation", "lfu"): (16_789, 36_602, 56_207, 97_050, 104_633),
-    ("conversation", "fifo"): (14_565, 51_808, 73_806, 96_469, 103_399),  # ratios .050485 .179577 .255827 .334381 .358402
+    ("conversation", "fifo"): (14_565, 51_808, 73_806, 96_469, 103_399),  # from ratios: .050485 and so on
     ("conversation", "leaf"): (15_136, 56_479, 80_466, 101_978, 104_759),
     ("synthetic", "lru"): (4_184, 18_861, 31_668, 54_044, 71_763),
     ("synthetic", "lfu"): (1_467, 12_809, 21_465, 47_153, 73_487),
-    ("synthetic", "fifo"): (4_400, 18_435, 30_065, 51_058, 67_067),  # ratios .036102 .151259 .246683 .418931 .550284
+    ("synthetic", "fifo"): (4_400, 18_435, 30_065, 51_058, 67_067),
     ("synthetic", "leaf"): (4_644, 19_087, 31_973, 54_123, 71_763),
     ("sessions", "lru"): (104_920, 600_980, 843_813, 1_225_213, 1_582_796),
 }  # fmt: skip

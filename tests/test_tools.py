@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -42,8 +43,8 @@ def start():
     running = []
 
     def run(*arguments):
-        running.append(subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, env=ENVIRONMENT))  # fmt: skip
+        running.append(subprocess.Popen([*COMMAND, *map(str, arguments)], text=True, env=ENVIRONMENT,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE))  # fmt: skip
         return running[-1]
 
     yield run
@@ -162,7 +163,7 @@ def test_create_exists_and_replace(uri):
 def test_create_bad_sizes(uri, shm_path):
     for arguments in (["--size", "lots"], ["--size", "100"], ["--blocks", "0"], ["--blocks", "9", "--block", "100"]):
         assert kvpool_json("create", uri, *arguments, code=1)["code"] == kvpool.InvalidArgument.code
-    assert kvpool_json("create", uri, "--size", "4000TiB", code=1)["code"] == kvpool.NoSpace.code
+    assert kvpool_json("create", uri, "--size", "3000GiB", code=1)["code"] == kvpool.NoSpace.code
     assert kvpool_json("create", "nowhere:x", "--blocks", 3, code=1)["code"] == kvpool.InvalidArgument.code
     assert not shm_path.exists()
 
@@ -368,12 +369,16 @@ def test_top_on_a_terminal_ends_on_q(uri, filled):
                                stderr=follower, env={**ENVIRONMENT, "TERM": "xterm"})  # fmt: skip
     try:
         shown = b""
-        while b"lookups/s" not in shown:
-            shown += os.read(leader, 65536)
+
+        def draws(text):
+            nonlocal shown
+            if select.select([leader], [], [], 0.05)[0]:
+                shown += os.read(leader, 65536)
+            return text in shown
+
+        assert eventually(lambda: draws(b"lookups/s"), 20)
         os.write(leader, b"q")
-        deadline = time.monotonic() + 10
-        while process.poll() is None and time.monotonic() < deadline:
-            os.read(leader, 65536)
+        assert eventually(lambda: draws(b"never") or process.poll() is not None, 10)
         assert process.wait(1) == 0
         assert termios.tcgetattr(follower)[3] == before[3]
     finally:
