@@ -1,66 +1,12 @@
-"""The door to the C core: `ffi`, `lib`, one error translation, one hash.
+"""The door to the C core: `ffi`, `lib`, one error translation.
 
-Nothing else in the package talks to cffi directly without `check`.
+Nothing else in the package calls C functions that can fail except through `check`.
 """
 
 from kvpool.bindings._native import ffi, lib
-from kvpool.bindings.errors import (
-    Busy,
-    Closed,
-    Corrupt,
-    Error,
-    Exists,
-    Foreign,
-    Forked,
-    InvalidArgument,
-    LayoutMismatch,
-    NoPins,
-    NoSlot,
-    NoSpace,
-    NotFound,
-    NotOwned,
-    NotReady,
-    OutOfRange,
-    PermissionDenied,
-    PoolFull,
-    Replaced,
-    Stale,
-    SystemFailure,
-    Truncated,
-    VersionMismatch,
-    WrongThread,
-    error_for,
-)
+from kvpool.bindings.errors import error_for
 
-__all__ = [
-    "Busy",
-    "Closed",
-    "Corrupt",
-    "Error",
-    "Exists",
-    "Foreign",
-    "Forked",
-    "InvalidArgument",
-    "LayoutMismatch",
-    "NoPins",
-    "NoSlot",
-    "NoSpace",
-    "NotFound",
-    "NotOwned",
-    "NotReady",
-    "OutOfRange",
-    "PermissionDenied",
-    "PoolFull",
-    "Replaced",
-    "Stale",
-    "SystemFailure",
-    "Truncated",
-    "VersionMismatch",
-    "WrongThread",
-    "check",
-    "ffi",
-    "lib",
-]
+__all__ = ["check", "ffi", "lib"]
 
 
 def check(status: int) -> int:

@@ -27,7 +27,6 @@ __all__ = [
     "Truncated",
     "VersionMismatch",
     "WrongThread",
-    "error_for",
 ]
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.bindings import InvalidArgument, ffi, lib
+from kvpool.bindings import ffi, lib
+from kvpool.bindings.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

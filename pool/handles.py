@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.bindings import Closed, InvalidArgument, NotOwned, WrongThread, check, ffi, lib
+from kvpool.bindings import check, ffi, lib
+from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, WrongThread
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -10,7 +10,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from kvpool.bindings import InvalidArgument, check, ffi, lib
+from kvpool.bindings import check, ffi, lib
+from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.hashing import HASH
 
 __all__ = ["Identity", "KeyMaker", "Keys", "KeysLike", "key_buffer"]

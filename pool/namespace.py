@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvpool.bindings import InvalidArgument, PoolFull, check, ffi, lib
+from kvpool.bindings import check, ffi, lib
+from kvpool.bindings.errors import InvalidArgument, PoolFull
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, KeyMaker, Keys, KeysLike, key_buffer
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool import reports
-from kvpool.bindings import InvalidArgument, OutOfRange, check, ffi, lib
+from kvpool.bindings import check, ffi, lib
+from kvpool.bindings.errors import InvalidArgument, OutOfRange
 from kvpool.bindings.views import class_array, class_torch, mapping_buffer
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
@@ -306,7 +307,7 @@ def _text(uri: str) -> bytes:
 
 
 def _remove_if_there(uri: str) -> None:
-    from kvpool.bindings import NotFound
+    from kvpool.bindings.errors import NotFound
 
     try:
         remove(uri)

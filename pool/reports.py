@@ -152,8 +152,18 @@ def pool_info(handle: Any) -> dict[str, Any]:
     return info
 
 
+def process_name(pid: int) -> str | None:
+    """The command of a process, or None if it is gone or not to be seen from here (another PID namespace)."""
+    import psutil  # on demand: importing it takes longer than all of this package
+
+    try:
+        return str(psutil.Process(pid).name())
+    except (psutil.Error, ValueError):
+        return None
+
+
 def pool_workers(handle: Any, slots: int) -> list[dict[str, Any]]:
-    """Every slot that was ever used: state, pid, incarnation, join time and counters."""
+    """Every slot that was ever used: state, pid and command of the process, incarnation, join time, counters."""
     workers = []
     raw = ffi.new("struct kvp_worker_info *")
     for slot in range(slots):
@@ -166,6 +176,7 @@ def pool_workers(handle: Any, slots: int) -> list[dict[str, Any]]:
                 "slot": slot,
                 "state": WORKER_STATES[raw.state],
                 "pid": raw.pid,
+                "command": process_name(raw.pid) if raw.state == 1 else None,
                 "incarnation": raw.incarnation,
                 "joined_ns": raw.joined_ns,
                 **counters,

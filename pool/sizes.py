@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvpool.bindings import InvalidArgument
+from kvpool.bindings.errors import InvalidArgument
 
 __all__ = ["format_size", "parse_size"]
 

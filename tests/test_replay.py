@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-import kvpool
 import numpy as np
 import psutil
 import pytest
 from conftest import eventually
+
+import kvpool
 from kvpool.tools.replay import IDENTITY, Driver, Plan, capacity_blocks, key_rows, payload_rows, run
 from kvpool.tools.traces import FORMATS, Stream, TraceError, percentiles, read, reuse_distances
 

@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import click
-import kvpool
 import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
 from conftest import eventually
+
+import kvpool
 from kvpool.tools import main as main_module
 
 COMMAND = [sys.executable, "-P", "-m", "kvpool.tools.main"]
@@ -35,6 +36,18 @@ def kvpool_run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess
 def kvpool_json(*arguments: object, code: int = 0):
     """Run `kvpool ARGUMENTS --json`: stdout is one JSON value and nothing else."""
     return json.loads(kvpool_run(*arguments, "--json", code=code).stdout)
+
+
+def inside(*arguments: object, code: int = 0):
+    """As `kvpool_run`, but in this process: for the many ways of being wrong."""
+    result = CliRunner().invoke(main_module.main, list(map(str, arguments)))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def inside_json(*arguments: object, code: int = 0):
+    """As `kvpool_json`, in this process."""
+    return json.loads(inside(*arguments, "--json", code=code).stdout)
 
 
 @pytest.fixture
@@ -85,7 +98,7 @@ def test_help_names_every_command_and_imports_none(python):
 
 @pytest.mark.parametrize("name", sorted(set(main_module.COMMANDS) - {"demo", "bench"}))
 def test_each_command_has_help_and_json(name):
-    text = kvpool_run(name, "--help").stdout
+    text = inside(name, "--help").stdout
     assert "--json" in text
     assert text.startswith("Usage: ")
 
@@ -99,7 +112,7 @@ def test_version():
                                        ["create", "shm:x", "--blocks", "3", "--policy", "best"],
                                        ["replay"], ["replay", "/no/such/file"]])  # fmt: skip
 def test_wrong_command_lines_are_2(arguments):
-    assert "Error:" in kvpool_run(*arguments, code=2).stderr
+    assert "Error:" in inside(*arguments, code=2).stderr
 
 
 def test_a_missing_extra_is_one_line(monkeypatch):
@@ -162,9 +175,9 @@ def test_create_exists_and_replace(uri):
 
 def test_create_bad_sizes(uri, shm_path):
     for arguments in (["--size", "lots"], ["--size", "100"], ["--blocks", "0"], ["--blocks", "9", "--block", "100"]):
-        assert kvpool_json("create", uri, *arguments, code=1)["code"] == kvpool.InvalidArgument.code
-    assert kvpool_json("create", uri, "--size", "3000GiB", code=1)["code"] == kvpool.NoSpace.code
-    assert kvpool_json("create", "nowhere:x", "--blocks", 3, code=1)["code"] == kvpool.InvalidArgument.code
+        assert inside_json("create", uri, *arguments, code=1)["code"] == kvpool.InvalidArgument.code
+    assert inside_json("create", uri, "--size", "3000GiB", code=1)["code"] == kvpool.NoSpace.code
+    assert inside_json("create", "nowhere:x", "--blocks", 3, code=1)["code"] == kvpool.InvalidArgument.code
     assert not shm_path.exists()
 
 
@@ -282,20 +295,20 @@ def test_what_is_no_whole_pool(tmp_path, kind):
     uri = f"file:{path}"
     kvpool.create(uri, blocks=64, block="4KiB").close()
     damage(path)
-    report = kvpool_json("check", uri, code=1)
+    report = inside_json("check", uri, code=1)
     assert report["clean"] is False
-    assert report["code"] == kvpool_json("stat", uri, code=1)["code"]
+    assert report["code"] == inside_json("stat", uri, code=1)["code"]
     assert issubclass(type(kvpool.bindings.errors.error_for(report["code"], "")), error)
-    assert report["problems"][0] in kvpool_run("check", uri, code=1).stdout
+    assert report["problems"][0] in inside("check", uri, code=1).stdout
     assert kvpool_run("stat", uri, code=1).stderr == f"kvpool: {report['problems'][0]}\n"
 
 
 @pytest.mark.parametrize("command", ["stat", "top", "check", "rm"])
 def test_unknown_pools(command, uri):
-    failed = kvpool_json(command, uri, code=1)
+    failed = inside_json(command, uri, code=1)
     assert failed["code"] == kvpool.NotFound.code
     assert kvpool_run(command, uri, code=1).stderr == f"kvpool: {failed['error']}\n"
-    assert kvpool_json(command, "what:ever", code=1)["code"] == kvpool.InvalidArgument.code
+    assert inside_json(command, "what:ever", code=1)["code"] == kvpool.InvalidArgument.code
 
 
 def test_no_permission(tmp_path, python):

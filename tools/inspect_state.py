@@ -73,11 +73,12 @@ def _counts(worker: dict[str, Any]) -> list[str]:
 
 def _workers(stats: dict[str, Any]) -> Table:
     title = "workers (of all uses of the slot; rates since the first one joined)"
-    shown = table(title, "slot", "state", "pid", "joined", *RATES, "bytes in", "bytes out", left=2)
+    shown = table(title, "slot", "state", "pid", "command", "joined", *RATES, "bytes in", "bytes out", left=4)
     for worker in stats["worker_list"]:
         mine = " (this)" if worker["slot"] == stats["self"] else ""
         joined = datetime.fromtimestamp(worker["joined_ns"] / 1e9).isoformat(" ", "seconds")[5:]
-        shown.add_row(str(worker["slot"]), worker["state"] + mine, str(worker["pid"]), joined, *_counts(worker))
+        who = (str(worker["slot"]), worker["state"] + mine, str(worker["pid"]), worker["command"] or "")
+        shown.add_row(*who, joined, *_counts(worker))
     return shown
 
 

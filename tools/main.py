@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import click
 
-from kvpool.bindings import Error, SystemFailure
+from kvpool.bindings.errors import Error, SystemFailure
 from kvpool.tools.console import fail
 
 __all__ = ["main"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.bindings import InvalidArgument
+from kvpool.bindings.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
