@@ -16,18 +16,28 @@ from kvpool.bindings.errors import InvalidArgument
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["class_array", "class_torch", "mapping_buffer"]
+__all__ = ["class_array", "class_torch", "mapping_array"]
 
 
-def mapping_buffer(handle: Any, size: int) -> Any:
-    """A writable buffer over the whole mapping that keeps `handle` (the owning cdata) alive."""
-    # The destructor does nothing: as a closure it holds the handle for as long as a view holds the buffer.
-    base = ffi.gc(lib.kvp_pool_base(handle), lambda _, owner=handle: None)
-    return ffi.buffer(base, size)
+class _Mapping:
+    """Tells numpy where a mapping lies, and keeps it mapped for as long as an array refers to it.
+
+    Its destructor is a C function: one in Python could swallow a KeyboardInterrupt that arrives while it runs.
+    """
+
+    def __init__(self, handle: Any, size: int) -> None:
+        self._hold = ffi.gc(lib.kvp_hold_new(handle, 0, 0), lib.kvp_hold_end)
+        address = int(ffi.cast("uintptr_t", lib.kvp_pool_base(handle)))
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
+
+
+def mapping_array(handle: Any, size: int) -> NDArray[np.uint8]:
+    """The whole mapping of a pool handle (cdata) as writable bytes."""
+    return np.asarray(_Mapping(handle, size))
 
 
 def class_array(
-    buffer: Any, offset: int, stride: int, blocks: int, dtype: DTypeLike, shape: tuple[int, ...] | None
+    memory: NDArray[np.uint8], offset: int, stride: int, blocks: int, dtype: DTypeLike, shape: tuple[int, ...] | None
 ) -> NDArray[Any]:
     """All blocks of a class as one writable array [blocks, *shape], strided by the block size.
 
@@ -45,7 +55,7 @@ def class_array(
     for extent in reversed(shape):
         inner = (step, *inner)
         step *= extent
-    return np.ndarray((blocks, *shape), dtype=kind, buffer=buffer, offset=offset, strides=(stride, *inner))
+    return np.ndarray((blocks, *shape), dtype=kind, buffer=memory, offset=offset, strides=(stride, *inner))
 
 
 def class_torch(array: NDArray[Any]) -> Any:

@@ -194,8 +194,8 @@ struct kvp_mapping {
 /* Make `bytes` (rounded up to page_bytes) of memory. Errors: INVALID (URI, size), EXISTS, NOSPACE,
  * PERMISSION, SYSTEM. On failure nothing is left. */
 int kvp_mapping_create(const char *uri, uint64_t bytes, struct kvp_mapping *out);
-/* Back [offset, offset+bytes) with memory now. Any number of threads may work on disjoint ranges. */
-int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes);
+/* Back [offset, offset+bytes) with memory now, with up to `threads` threads. NOSPACE, SYSTEM. */
+int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes, unsigned threads);
 /* Give shm: and file: their name. EXISTS if somebody else was first. */
 int kvp_mapping_commit(struct kvp_mapping *mapping);
 /* Map what exists. Errors: INVALID, NOTFOUND, PERMISSION, SYSTEM. */

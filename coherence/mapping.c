@@ -323,12 +323,8 @@ static int allocate(const struct kvp_mapping *mapping, uint64_t start, uint64_t 
     return error == 0 || error == EOPNOTSUPP || error == EINVAL ? KVP_OK : fail_backing(mapping, error);
 }
 
-int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes)
+static int populate(const struct kvp_mapping *mapping, uint64_t start, uint64_t end)
 {
-    uint64_t start = offset & ~(uint64_t)(KVP_PAGE - 1), end = offset + bytes;
-
-    if (end > mapping->bytes)
-        end = mapping->bytes;
     int status = start < end ? allocate(mapping, start, end) : KVP_OK;
     while (start < end && status == KVP_OK) {
         if (madvise(mapping->base + start, end - start, MADV_POPULATE_WRITE) == 0)
@@ -338,6 +334,53 @@ int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uin
                 co_or((co_u64 *)(void *)(mapping->base + start), 0);
         else if (errno != EAGAIN && errno != EINTR)
             status = fail_backing(mapping, errno);
+    }
+    return status;
+}
+
+enum { THREADS_MAX = 64 };
+
+struct part {
+    const struct kvp_mapping *mapping;
+    uint64_t start, end;
+    pthread_t thread;
+    int is_threaded, status;
+    char detail[512]; /* of the thread that failed, for the one that asked */
+};
+
+static void *populate_part(void *argument)
+{
+    struct part *part = argument;
+
+    part->status = populate(part->mapping, part->start, part->end);
+    if (part->status)
+        snprintf(part->detail, sizeof part->detail, "%s", kvp_error_detail());
+    return NULL;
+}
+
+/* All but the first part on threads of their own; where no thread can be had, here. */
+int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes, unsigned threads)
+{
+    struct part part[THREADS_MAX];
+    uint64_t end = offset + bytes < mapping->bytes ? offset + bytes : mapping->bytes;
+    unsigned count = threads < 1 ? 1 : threads > THREADS_MAX ? THREADS_MAX : threads;
+    int status = KVP_OK;
+
+    if (offset >= end)
+        return KVP_OK;
+    uint64_t step = ((end - offset) / count + KVP_HUGE_PAGE) & ~(uint64_t)(KVP_HUGE_PAGE - 1);
+    for (unsigned i = 0; i < count; i++) {
+        uint64_t start = offset + i * step, stop = start + step;
+        part[i] = (struct part){.mapping = mapping, .start = start < end ? start : end, .end = stop < end ? stop : end};
+        part[i].is_threaded = i && part[i].start < end && !pthread_create(&part[i].thread, NULL, populate_part, &part[i]);
+    }
+    for (unsigned i = 0; i < count; i++) {
+        if (part[i].is_threaded)
+            pthread_join(part[i].thread, NULL);
+        else
+            populate_part(&part[i]);
+        if (part[i].status && !status)
+            status = kvp_fail(part[i].status, "%s", part[i].detail);
     }
     return status;
 }

@@ -101,6 +101,7 @@ void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n);
 /* ---- the handle ---- */
 
 struct kvp_pool {
+    struct kvp_pool *next;     /* of the handles of this process */
     struct kvp_mapping mapping;
     struct kvp_superblock *super;
     struct kvp_arena arena;

@@ -91,12 +91,12 @@ struct kvp_event {
 
 /* ---- life of a pool ---- */
 
-/* Make a pool in three steps, so that the caller can populate with threads, show progress and be interrupted:
- * map unnamed memory; back it; format it, name it and join as a worker. kvp_pool_free undoes an unfinished one
+/* Make a pool in three steps, so that the caller can show progress and be interrupted: map unnamed memory; back it,
+ * part by part, each with threads; format it, name it and join as a worker. kvp_pool_free undoes an unfinished one
  * and nothing is left. Policies: lru, fifo, lfu, leaf (lru that evicts the tail of a chain first).
  * INVALID, EXISTS, NOSPACE, PERMISSION, NOSLOT, SYSTEM. */
 int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out);
-int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes);
+int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes, unsigned threads);
 int kvp_pool_commit(kvp_pool *pool);
 /* The three in one. */
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out);
@@ -105,6 +105,8 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
 int kvp_pool_open(const char *uri, kvp_pool **out);
 /* Give back all that this worker holds and leave; idempotent. The mapping stays readable. */
 int kvp_pool_leave(kvp_pool *pool);
+/* Leave every pool that this process has open: for the end of a program, when other threads may still be reading. */
+void kvp_leave_all(void);
 /* Leave; unmap and free with the last hold. No pointer into the mapping may be used afterwards. NULL is allowed. */
 void kvp_pool_free(kvp_pool *pool);
 /* Retire a pool and remove its name. BUSY while workers live, unless forced: they then answer REPLACED. */

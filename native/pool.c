@@ -148,6 +148,40 @@ static int join(kvp_pool *pool)
     return KVP_OK;
 }
 
+/* Every handle of this process, for kvp_leave_all. */
+static pthread_mutex_t handles_lock = PTHREAD_MUTEX_INITIALIZER;
+static kvp_pool *handles;
+
+/* The lock may have been held, by a thread that the child does not have, at the moment of the fork. */
+static void renew_lock(void)
+{
+    pthread_mutex_init(&handles_lock, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, renew_lock);
+}
+
+static void enlist(kvp_pool *pool)
+{
+    pthread_mutex_lock(&handles_lock);
+    pool->next = handles;
+    handles = pool;
+    pthread_mutex_unlock(&handles_lock);
+}
+
+static void strike_off(kvp_pool *pool)
+{
+    pthread_mutex_lock(&handles_lock);
+    for (kvp_pool **link = &handles; *link; link = &(*link)->next)
+        if (*link == pool) {
+            *link = pool->next;
+            break;
+        }
+    pthread_mutex_unlock(&handles_lock);
+}
+
 static kvp_pool *new_pool(void)
 {
     kvp_pool *pool = calloc(1, sizeof *pool);
@@ -160,6 +194,7 @@ static kvp_pool *new_pool(void)
     pool->mapping.fd = -1;
     pool->forks = kvp_fork_count();
     pool->holders = 1;
+    enlist(pool);
     return pool;
 }
 
@@ -177,7 +212,7 @@ int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const c
     if (status)
         return status;
     if ((status = kvp_mapping_create(uri, layout.bytes, &pool->mapping))) {
-        free(pool);
+        kvp_pool_free(pool);
         return status;
     }
     pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
@@ -187,9 +222,9 @@ int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const c
     return KVP_OK;
 }
 
-int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes)
+int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes, unsigned threads)
 {
-    return kvp_mapping_populate(&pool->mapping, offset, bytes);
+    return kvp_mapping_populate(&pool->mapping, offset, bytes, threads);
 }
 
 /* A device keeps what was on it: a pool that lives there is not overwritten, an old one is wiped. */
@@ -213,7 +248,7 @@ int kvp_pool_commit(kvp_pool *pool)
     int status = pool->mapping.kind == KVP_MAP_DAX ? clear_device(pool, &incarnation) : KVP_OK;
 
     for (uint64_t at = 0; at < layout.bytes && status == KVP_OK; at += POPULATE_STEP)
-        status = kvp_pool_populate(pool, at, POPULATE_STEP);
+        status = kvp_pool_populate(pool, at, POPULATE_STEP, 1);
     if (status)
         return status;
     kvp_mapping_collapse(&pool->mapping);
@@ -326,10 +361,19 @@ int kvp_pool_leave(kvp_pool *pool)
     return KVP_OK;
 }
 
+void kvp_leave_all(void)
+{
+    pthread_mutex_lock(&handles_lock);
+    for (kvp_pool *pool = handles; pool; pool = pool->next)
+        kvp_pool_leave(pool);
+    pthread_mutex_unlock(&handles_lock);
+}
+
 void kvp_pool_release(kvp_pool *pool)
 {
     if (__atomic_sub_fetch(&pool->holders, 1, __ATOMIC_ACQ_REL))
         return;
+    strike_off(pool);
     kvp_arena_free(&pool->arena);
     for (uint32_t c = 0; c < KVP_CLASSES_MAX; c++)
         free(pool->heap[c].item);

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +14,7 @@ import numpy as np
 from kvpool import reports
 from kvpool.bindings import check, ffi, lib
 from kvpool.bindings.errors import InvalidArgument, OutOfRange
-from kvpool.bindings.views import class_array, class_torch, mapping_buffer
+from kvpool.bindings.views import class_array, class_torch, mapping_array
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
@@ -31,9 +28,8 @@ __all__ = ["POLICIES", "Pool", "create", "open", "remove"]
 
 POLICIES = ("leaf", "lru", "fifo", "lfu")
 BLOCK_BYTES_MIN, BLOCK_BYTES_MAX, BLOCK_BYTES_STEP = 4 << 10, 16 << 20, 64
-_POPULATE_STEP = 64 << 20
+_POPULATE_STEP = 256 << 20
 Progress = Callable[[int, int], None]
-_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Pool:
@@ -49,9 +45,8 @@ class Pool:
         self.uri: str = ffi.string(lib.kvp_pool_uri(handle)).decode()
         """What another process opens."""
         self._info = reports.pool_info(handle)
-        self._buffer = mapping_buffer(handle, self._info["bytes"])
+        self._memory = mapping_array(handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
-        _open_pools.add(self)
 
     # ---- life ----
 
@@ -104,7 +99,7 @@ class Pool:
         if array is None:
             part = self._class(block_class)
             array = class_array(
-                self._buffer, self._info["payload_offset"], part["block_bytes"], part["blocks"], dtype, shape
+                self._memory, self._info["payload_offset"], part["block_bytes"], part["blocks"], dtype, shape
             )
             self._arrays[name] = array
         return array
@@ -192,13 +187,8 @@ def huge_bytes(base: int) -> int:
     return total
 
 
-def _leave_all() -> None:
-    # Leave, but do not unmap: daemon threads may still be reading views while the interpreter ends.
-    for pool in list(_open_pools):
-        lib.kvp_pool_leave(pool.handle)
-
-
-atexit.register(_leave_all)
+# Leave, but do not unmap: daemon threads may still be reading views while the interpreter ends.
+atexit.register(lib.kvp_leave_all)
 
 
 def _strides(block: int | str | Sequence[int | str]) -> list[int]:
@@ -215,28 +205,13 @@ def _strides(block: int | str | Sequence[int | str]) -> list[int]:
     return strides
 
 
-def _populate(handle: Any, size: int, threads: int, progress: Progress | None) -> None:
-    """Back all memory, `threads` at a time; the calling thread stays interruptible."""
-    done, lock = 0, threading.Lock()
-
-    def step(offset: int) -> None:
-        nonlocal done
-        length = min(_POPULATE_STEP, size - offset)
-        check(lib.kvp_pool_populate(handle, offset, length))
-        with lock:
-            done += length
-            if progress:
-                progress(done, size)
-
-    with ThreadPoolExecutor(threads) as workers:
-        jobs = [workers.submit(step, offset) for offset in range(0, size, _POPULATE_STEP)]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            for job in jobs:
-                job.cancel()
-            raise
+def _populate(handle: Any, threads: int, progress: Progress | None) -> None:
+    """Back all memory in steps, each with so many threads of the C core; between steps it can be interrupted."""
+    total = lib.kvp_pool_mapped(handle)
+    for offset in range(0, total, _POPULATE_STEP):
+        check(lib.kvp_pool_populate(handle, offset, _POPULATE_STEP, threads))
+        if progress:
+            progress(min(offset + _POPULATE_STEP, total), total)
 
 
 def create(
@@ -257,7 +232,8 @@ def create(
     `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
     KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
     chain first), lru, fifo, lfu. `workers`: handles that may be open at once, 1 to 64. `replace`: remove a pool of this
-    name that no live worker uses. `progress(done, total)` is called from other threads while memory is backed.
+    name that no live worker uses. `threads` back the memory
+    (default: one per processor, at most 8); `progress(done, total)` bytes is called after every step of it.
 
     Raises `InvalidArgument`, `Exists`, `Busy` (replace, but in use), `NoSpace` (with the missing byte count),
     `PermissionDenied`, `SystemFailure`. On any exception, KeyboardInterrupt included, nothing is left behind.
@@ -282,8 +258,7 @@ def create(
     out = ffi.new("kvp_pool **")
     try:
         check(lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
-        total = lib.kvp_pool_mapped(out[0])
-        _populate(out[0], total, threads or min(8, os.cpu_count() or 1), progress)
+        _populate(out[0], threads or min(8, os.cpu_count() or 1), progress)
         check(lib.kvp_pool_commit(out[0]))
         return _adopt(out)
     except BaseException:

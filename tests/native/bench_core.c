@@ -94,7 +94,7 @@ static void make_table(struct table *table, const kvp_pool *pool)
     uint64_t bytes = pool->homes * KVP_HOME_ENTRIES * sizeof(struct kvp_entry);
 
     must(kvp_mapping_create("memfd:", bytes, &table->mapping), "kvp_mapping_create");
-    must(kvp_mapping_populate(&table->mapping, 0, table->mapping.bytes), "kvp_mapping_populate");
+    must(kvp_mapping_populate(&table->mapping, 0, table->mapping.bytes, 1), "kvp_mapping_populate");
     kvp_mapping_collapse(&table->mapping);
     memset(table->mapping.base, 1, table->mapping.bytes);
     table->lines = bytes / KVP_LINE;
