@@ -32,7 +32,8 @@ __all__ = ["Plan", "capacity_blocks", "replay", "run"]
 
 PAYLOAD_BYTES = 64
 IDENTITY = kvpool.Identity(model="trace", revision="1", dtype="none", layout="id", block_tokens=1)
-REPORT_EVERY = 8192
+ROUND = 16
+"""Requests of one worker between two reports; no worker is further ahead of another than that."""
 TOUCH_KEYS_MAX = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -104,15 +105,15 @@ class Driver:
         self.counts = Counts()
 
     def run(self, first: int, step: int, advance: Callable[[int], None]) -> Counts:
-        """Every `step`-th request from `first` on; tells `advance` now and then how many accesses are new."""
+        """Every `step`-th request from `first` on; tells `advance` after each round how many accesses are new."""
         start = self.stream.start
         told = 0
-        for request in range(first, self.stream.requests, step):
+        for turn, request in enumerate(range(first, self.stream.requests, step), 1):
             blocks = self.stream.block[start[request] : start[request + 1]]
             self._access(blocks.tolist())
             if self.tail_first:
                 self._touch(blocks)
-            if self.counts.accesses - told >= REPORT_EVERY:
+            if turn % ROUND == 0:
                 advance(self.counts.accesses - told)
                 told = self.counts.accesses
         advance(self.counts.accesses - told)
@@ -144,17 +145,21 @@ class Driver:
 
 
 def _work(uri: str, first: int, step: int, link: Connection) -> None:
-    """A worker process: takes the stream, says when it is ready, and is told to go.
+    """A worker process: takes the stream; after each round sends how many accesses are new, and waits for the others.
 
-    From then on it sends how many accesses are new, and at last its counts. An error may come in place of any of these.
+    At last it sends its counts. An error may come in place of any of these.
     """
+
+    def pause(new: int) -> None:
+        link.send(new)
+        link.recv()
+
     try:
         stream = link.recv()
         with kvpool.open(uri) as pool:
             driver = Driver(pool, stream)
-            link.send(None)
-            link.recv()
-            link.send(driver.run(first, step, link.send))
+            pause(0)  # ready
+            link.send(driver.run(first, step, pause))
     except kvpool.Error as error:
         link.send(error)
     except (EOFError, BrokenPipeError):
@@ -189,40 +194,37 @@ def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection
             process.join()
 
 
-def _collect(links: list[Connection], advance: Callable[[int], None]) -> Counts:
-    """Sum what the workers send until each has sent its counts."""
-    total, waiting = Counts(), set(links)
-    while waiting:
-        for link in wait(list(waiting)):
-            assert isinstance(link, Connection)
+def _collect(links: list[Connection], advance: Callable[[int], None]) -> tuple[Counts, float]:
+    """The sum of what the workers count, and the seconds from their common start.
+
+    They go round by round: one that the scheduler favours would else run far ahead in the trace, where none of the
+    others has put anything yet, and the hits would say more of the scheduler than of the pool.
+    """
+    total, busy, paused, begin = Counts(), set(links), set[Connection](), 0.0
+    while busy or paused:
+        if not busy:
+            begin = begin or time.perf_counter()
+            for link in paused:
+                link.send(None)
+            busy, paused = paused, set()
+        for link in [link for link in wait(list(busy)) if isinstance(link, Connection)]:
+            busy.discard(link)
             message = link.recv()
             if isinstance(message, kvpool.Error):
                 raise message
             if isinstance(message, Counts):
                 total.add(message)
-                waiting.discard(link)
             else:
+                paused.add(link)
                 advance(message)
-    return total
-
-
-def _start_together(links: list[Connection]) -> None:
-    """One that begins early would be far ahead in the trace, and find less of what the others put."""
-    for link in links:
-        message = link.recv()
-        if isinstance(message, kvpool.Error):
-            raise message
-    for link in links:
-        link.send(None)
+    return total, time.perf_counter() - begin
 
 
 def _share_out(uri: str, stream: Stream, count: int, advance: Callable[[int], None]) -> tuple[Counts, float]:
-    """The counts of `count` processes, and the seconds that they took together."""
+    """What `count` processes count together, and the seconds they take."""
     try:
         with _processes(uri, stream, count) as links:
-            _start_together(links)
-            begin = time.perf_counter()
-            return _collect(links, advance), time.perf_counter() - begin
+            return _collect(links, advance)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise kvpool.SystemFailure("a worker process of the replay died") from None
 
