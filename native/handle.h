@@ -93,10 +93,19 @@ void kvp_candidate_aside(kvp_pool *pool, uint32_t class, uint32_t number);
 void kvp_candidates_back(kvp_pool *pool, uint32_t class);
 /* Read the candidates afresh if others have published since: 1 if so. */
 int kvp_candidates_renew(kvp_pool *pool, uint32_t class);
-/* Reserve `n` clock values; the first of them. */
-uint64_t kvp_stamps(kvp_pool *pool, uint32_t n);
-/* Give the n references their new scores, by position. */
-void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n);
+/* The clock values of one call on n keys: the order in which the policy sees them, also where the call works in
+ * batches. A policy that is tail_first sees the last key as the oldest. */
+struct kvp_order {
+    uint64_t first;
+    uint32_t n;
+    uint32_t done;             /* keys of earlier batches */
+};
+/* Take n values; the first form holds the lock already. */
+struct kvp_order kvp_order_new(kvp_pool *pool, uint32_t n);
+struct kvp_order kvp_order_of_call(kvp_pool *pool, uint32_t n);
+static inline uint64_t kvp_order_stamp(const kvp_pool *pool, const struct kvp_order *order, uint32_t i);
+/* Give the next n references (0: none there) their new scores. Needs no lock. */
+void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp_order *order);
 
 /* ---- the handle ---- */
 
@@ -129,6 +138,12 @@ struct kvp_pool {
  * see no race between two mappings of the same memory. NOSLOT, NOSPACE, SYSTEM. */
 int kvp_pool_share(kvp_pool *pool, kvp_pool **out);
 
+static inline uint64_t kvp_order_stamp(const kvp_pool *pool, const struct kvp_order *order, uint32_t i)
+{
+    uint32_t at = order->done + i;
+    return order->first + (pool->policy->tail_first ? order->n - 1 - at : at);
+}
+
 /* May this call go on? CLOSED, FORKED, REPLACED. */
 int kvp_enter(kvp_pool *pool);
 int kvp_enter_class(kvp_pool *pool, uint32_t class);
@@ -142,6 +157,11 @@ static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t 
 void kvp_unlink_victim(kvp_pool *pool, uint32_t class, uint32_t number, int kind);
 /* One holder less. */
 void kvp_pool_release(kvp_pool *pool);
+/* kvp_directory_find, counted. */
+int64_t kvp_find(kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* kvp_publish as a part of a call whose order is given. */
+int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t class, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                            struct kvp_order *order);
 /* Append to our log; kinds as in struct kvp_event. */
 void kvp_log_event(kvp_pool *pool, int kind, uint64_t ref, const struct kvp_key *key);
 

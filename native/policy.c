@@ -57,14 +57,22 @@ int kvp_policy_find(const char *name)
     return -1;
 }
 
-uint64_t kvp_stamps(kvp_pool *pool, uint32_t n)
+struct kvp_order kvp_order_new(kvp_pool *pool, uint32_t n)
 {
     uint64_t first = co_add(&pool->super->clock, n);
 
     if (first != pool->clock_seen)
         pool->foreign = UINT32_MAX;
     pool->clock_seen = first + n;
-    return first;
+    return (struct kvp_order){first, n, 0};
+}
+
+struct kvp_order kvp_order_of_call(kvp_pool *pool, uint32_t n)
+{
+    kvp_lock(pool);
+    struct kvp_order order = kvp_order_new(pool, n);
+    kvp_unlock(pool);
+    return order;
 }
 
 enum { AHEAD = 16 };
@@ -83,16 +91,15 @@ static void touch_one(kvp_pool *pool, uint64_t ref, uint64_t stamp)
     co_store_relaxed(score, pool->policy->touch(co_load_relaxed(score), stamp));
 }
 
-void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n)
+void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp_order *order)
 {
-    uint64_t first = kvp_stamps(pool, n);
-
     for (uint32_t i = 0; i < n; i++) {
         if (i + AHEAD < n) /* blocks of one call need not be neighbours: no score waits for the one before */
             kvp_prefetch(score_of(pool, refs[i + AHEAD]));
         if (refs[i])
-            touch_one(pool, refs[i], first + (pool->policy->tail_first ? n - 1 - i : i));
+            touch_one(pool, refs[i], kvp_order_stamp(pool, order, i));
     }
+    order->done += n;
 }
 
 /* ---- the heap of candidates ---- */

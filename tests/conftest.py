@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,9 @@ import pytest
 import kvpool
 
 _numbers = itertools.count()
+
+# A shell that starts us in the background ignores SIGINT for us and so for the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -148,6 +148,24 @@ def test_leaf_evicts_the_tail_first(make_pool, identity):
     assert ns.contains(keys).tolist() == [True] * 7 + [False] * 3
 
 
+@pytest.mark.parametrize("verb", ["put", "touch", "get_into", "match", "reserve"])
+def test_the_tail_is_the_oldest_however_long_the_chain(make_pool, identity, verb):
+    """Calls work in batches inside; the order of a chain must not show them."""
+    pool = make_pool(policy="leaf", blocks=200)
+    ns = pool.namespace(identity)
+    keys = ns.keys(range(16 * 150))
+    data = np.zeros((150, 4096), np.uint8)
+    if verb == "reserve":
+        fill(ns, keys)
+    else:
+        ns.put(keys, data)
+    {"touch": ns.touch, "get_into": lambda k: ns.get_into(k, data), "match": lambda k: ns.match(k).release()}.get(
+        verb, lambda k: None
+    )(keys)
+    pool.evict(40)
+    assert ns.contains(keys).tolist() == [True] * 110 + [False] * 40
+
+
 def test_pinned_blocks_stay(pool, ns):
     keys = ns.keys(range(160))
     fill(ns, keys)
