@@ -66,7 +66,7 @@ enum kvp_state { KVP_ABSENT, KVP_FREE, KVP_CACHED, KVP_OWN, KVP_LIVE, KVP_EVICTI
  *   segments segments x 8
  *   per class: words 8, scores 8, tags 16 a block; hints 1 bit, summary 1 bit per 64 hints
  *   directory (native/)                     homes x (256 + 8)
- *   payload                                 2 MiB-aligned from 32 MiB on, else page-aligned
+ *   payload                                 page-aligned
  */
 struct kvp_class_layout {
     uint64_t stride;           /* bytes, a multiple of 64 */

@@ -7,7 +7,6 @@ enum {
     SUPERBLOCK_BYTES = 4096,
     HOME_BYTES = 256,
     HOME_ENTRIES = 16, /* and a counter of 8 bytes per home */
-    BIG_POOL_BYTES = 32 << 20, /* from here on the payload starts at a huge page */
     SEGMENT_UNIT = 64 << 10,
 };
 
@@ -47,7 +46,7 @@ static uint64_t place(struct kvp_layout *layout, uint64_t payload)
 
     layout->payload_bytes = payload;
     layout->pin_slots = (uint32_t)round_up(clamp(most_blocks / 32, clamp(most_blocks, 8, 1024), 1 << 20), 8);
-    layout->log_records = (uint32_t)power_of_two(clamp(most_blocks / 256, 64, 1 << 14));
+    layout->log_records = (uint32_t)power_of_two(clamp(most_blocks / 512, 32, 1 << 13));
     layout->slots_offset = at;
     layout->pins_offset = at += layout->workers * sizeof(struct kvp_slot);
     layout->logs_offset = at += (uint64_t)layout->workers * layout->pin_slots * 8;
@@ -70,7 +69,7 @@ static uint64_t place(struct kvp_layout *layout, uint64_t payload)
     at += layout->directory_homes * (HOME_BYTES + 8);
     layout->segment_bytes = round_up(clamp(payload / KVP_SEGMENTS_MAX + 1, stride_max * 2, UINT64_MAX), SEGMENT_UNIT);
     layout->segments = (uint32_t)((payload + layout->segment_bytes - 1) / layout->segment_bytes);
-    layout->payload_offset = round_up(at, payload >= BIG_POOL_BYTES ? KVP_HUGE_PAGE : KVP_PAGE);
+    layout->payload_offset = round_up(at, KVP_PAGE); /* huge pages are the mapping's: no more is needed */
     return layout->bytes = layout->payload_offset + payload;
 }
 

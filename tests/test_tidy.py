@@ -25,7 +25,7 @@ PRIVATE_ATOMICS = {
     "coherence/keeper.c": r"fork_count|cached|in_this_order",  # forks, boot id; what the kernel reads of a dead thread
     "coherence/copy.c": r"dummy|passed",  # a fence for the sanitizer; the crash counter
     "native/pool.c": r"pool->(closed|copies|holders)",  # the handle
-    "native/blocks.c": r"pool->copies",
+    "native/copies.c": r"pool->copies",
     "native/holds.c": r"pool->holders",
 }
 # Bulk copies above coherence/ may go to private memory only; one of them is argued.

@@ -241,12 +241,12 @@ def read_rows(effort: Effort) -> list[Row]:
 def metadata_bytes(blocks: int) -> int:
     """All that is not payload in a pool of so many blocks of 128 KiB and 64 workers.
 
-    Tiny blocks stand for them: only the number of blocks counts, and that a payload so large starts at a huge page.
+    Tiny blocks stand for them: only the number of blocks counts.
     """
     pool = make_pool(blocks, STRIDE_MIN, workers=64)
     offset: int = pool.info["payload_offset"]
     pool.close()
-    return -(-offset // HUGE_PAGE) * HUGE_PAGE
+    return offset
 
 
 def metadata_rows() -> Iterator[Row]:
