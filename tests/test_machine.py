@@ -116,12 +116,12 @@ class Machine(RuleBasedStateMachine):
         if answer == 0:
             self.workers[index].reserved = self.key_range(chain, n)
 
-    @precondition(lambda self: any(worker.reserved for worker in self.workers))
-    @rule(data=st.data())
-    def publish(self, data):
-        index = data.draw(st.sampled_from([i for i, worker in enumerate(self.workers) if worker.reserved]))
+    @rule(index=workers)
+    def publish(self, index):
         keys = self.workers[index].reserved
         self.workers[index].reserved = []
+        if not keys:
+            return
         answer = self.command(index, "publish", touches=[key for key in keys if key not in self.sure])
         if answer is not None:
             known = sum(key in self.sure for key in keys)
