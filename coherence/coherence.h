@@ -136,11 +136,6 @@ _Static_assert(__GCC_ATOMIC_LLONG_LOCK_FREE == 2, "a lock table would be private
 #endif
 void kvp_fence_rmw(void);
 
-#if defined(__x86_64__)
-#define kvp_pause() __builtin_ia32_pause()
-#else
-#define kvp_pause() __asm__ volatile("yield")
-#endif
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
 
@@ -185,8 +180,7 @@ struct kvp_mapping {
     uint64_t page_bytes; /* unit of the backing: 4 KiB, or the huge page or device alignment */
     int fd;              /* close-on-exec; -1 once closed */
     int kind;            /* enum kvp_mapping_kind */
-    int named;           /* the name is in the file system */
-    int is_temporary;    /* it has another one until kvp_mapping_commit: no O_TMPFILE there */
+    int is_temporary;    /* it has another name until kvp_mapping_commit: no O_TMPFILE there */
     char uri[512];       /* what another process opens */
     char path[400];      /* of shm:, file: and dax:; "" else */
 };

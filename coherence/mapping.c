@@ -402,7 +402,6 @@ int kvp_mapping_commit(struct kvp_mapping *mapping)
     if (mapping->is_temporary)
         unlink(from);
     mapping->is_temporary = 0;
-    mapping->named = 1;
     return KVP_OK;
 }
 
@@ -442,7 +441,6 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
         else if ((status = map_aligned(out)) == KVP_OK)
             status = bind_nodes(&uri, out->base, out->bytes);
     }
-    out->named = 1;
     if (status)
         kvp_mapping_close(out);
     return status;

@@ -122,8 +122,6 @@ uint64_t kvp_pool_mapped(const kvp_pool *pool);
 /* The mapping: payload block k of class c lies at base + payload_offset + k * stride[c]. */
 void *kvp_pool_base(const kvp_pool *pool);
 int kvp_pool_fd(const kvp_pool *pool);
-/* Ask the kernel for 2 MiB pages; 1 if it gave them for all of the mapping. */
-int kvp_pool_collapse(kvp_pool *pool);
 /* Walk every structure. Also on a pool in use: what live workers are in the middle of is not reported. */
 int kvp_pool_check(kvp_pool *pool, struct kvp_check *out);
 

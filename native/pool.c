@@ -425,8 +425,3 @@ int kvp_pool_remove(const char *uri, int force)
         return status;
     return kvp_mapping_unlink(uri);
 }
-
-int kvp_pool_collapse(kvp_pool *pool)
-{
-    return kvp_mapping_collapse(&pool->mapping);
-}
