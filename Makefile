@@ -30,7 +30,8 @@ types: $(VENV)/wheel-ready
 wheel-test: $(VENV)/wheel-ready
 	rm -rf build/outside && mkdir -p build/outside
 	cp tests/conftest.py tests/test_keys.py tests/test_pool.py build/outside
-	cd build/outside && ../../$(VENV)/wheel/bin/python -P -m pytest -q -p no:cacheprovider --import-mode=importlib -o pythonpath=. .
+	cd build/outside && PYTHONPATH=. ../../$(VENV)/wheel/bin/python -P -m pytest -q -c /dev/null --rootdir . \
+	    -p no:cacheprovider --import-mode=importlib .
 
 build: $(VENV)/demo-ready
 
