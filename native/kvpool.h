@@ -180,8 +180,8 @@ int64_t kvp_shrink(kvp_pool *pool, uint32_t class_, uint32_t n);
  * are the right ones. On 0 the buffer is unchanged, or zeroed where the block was reused under the copy.
  * Returns how many were got. INVALID (bytes larger than a block), RANGE. */
 int64_t kvp_read(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, void *const *to, uint64_t bytes, uint8_t *got);
-/* Reserve, copy in (non-temporal), publish: keys that are present are skipped. Returns how many were stored,
- * FULL if none could be. */
+/* Reserve, copy in (non-temporal), publish: keys that are present are skipped. Works in batches of 64 keys, each of which
+ * is stored whole or not at all. Returns how many were stored, FULL if not even one batch could be. */
 int64_t kvp_put(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const void *const *from, uint64_t bytes);
 /* Copy into a reserved block. INVALID, RANGE, NOTOWNED. */
 int kvp_fill(kvp_pool *pool, uint32_t class_, uint32_t number, const void *from, uint64_t bytes);

@@ -5,7 +5,7 @@
 
 enum { BATCH = 64 };
 
-/* The block is OWN(self): its names go, then it is an ordinary reserved block. */
+/* The block is OWN(self) or EVICTING(self): nobody else changes its names. */
 void kvp_unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
 {
     struct kvp_class *class = &pool->arena.class[c];
