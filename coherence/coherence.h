@@ -6,8 +6,7 @@
  *  - A process that forks must open the pool again in the child: the child owns no worker slot. Every
  *    entry point above answers KVP_E_FORKED there.
  *  - A mapping is fixed in place from open to unmap. Nothing that a reader can hold is moved or unmapped.
- *  - A pool lives on one machine unless its mode says otherwise. Only mode `coherent` exists so far: the
- *    write-back and invalidate macros compile to nothing and the atomics carry the order.
+ *  - The core is compiled once per mode (words.h). A build of one mode refuses images of another.
  *
  * Glossary.
  *  host         a set of processes whose caches the hardware keeps coherent (here: the machine)
@@ -28,6 +27,8 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "coherence/words.h"
 
 /* cdef: begin */
 enum kvp_status {
@@ -74,67 +75,7 @@ const char *kvp_error_detail(void);
 /* Record the detail of a failure and return its status; printf-like. */
 int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* ---- words -------------------------------------------------------------------------------------------
- * co_* words are coherent among the workers of one host and may be read-modify-written by any of them.
- * nc_* words may be read by other hosts as well: one writer host, explicit write-back and invalidate.
- * Two wrapper types, so that mixing them does not compile.
- */
-typedef struct { uint32_t co32; } co_u32;
-typedef struct { uint64_t co64; } co_u64;
-typedef struct { uint64_t nc64; } nc_u64;
-_Static_assert(__GCC_ATOMIC_LLONG_LOCK_FREE == 2, "a lock table would be private to each process");
-
-#define co_load32(p) __atomic_load_n(&(p)->co32, __ATOMIC_ACQUIRE)
-#define co_store32(p, v) __atomic_store_n(&(p)->co32, (v), __ATOMIC_RELEASE)
-#define co_exchange32(p, v) __atomic_exchange_n(&(p)->co32, (v), __ATOMIC_ACQ_REL)
-#define co_cas32(p, seen, v) \
-    __atomic_compare_exchange_n(&(p)->co32, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
-#define co_load(p) __atomic_load_n(&(p)->co64, __ATOMIC_ACQUIRE)
-#define co_load_relaxed(p) __atomic_load_n(&(p)->co64, __ATOMIC_RELAXED)
-#define co_store(p, v) __atomic_store_n(&(p)->co64, (v), __ATOMIC_RELEASE)
-#define co_store_relaxed(p, v) __atomic_store_n(&(p)->co64, (v), __ATOMIC_RELAXED)
-#define co_exchange(p, v) __atomic_exchange_n(&(p)->co64, (v), __ATOMIC_ACQ_REL)
-#define co_add(p, v) __atomic_fetch_add(&(p)->co64, (v), __ATOMIC_RELAXED)
-#define co_or(p, v) __atomic_fetch_or(&(p)->co64, (v), __ATOMIC_RELEASE)
-#define co_and(p, v) __atomic_fetch_and(&(p)->co64, (v), __ATOMIC_ACQ_REL)
-#define co_cas(p, seen, v) \
-    __atomic_compare_exchange_n(&(p)->co64, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
-#define nc_load(p) __atomic_load_n(&(p)->nc64, __ATOMIC_ACQUIRE)
-#define nc_load_relaxed(p) __atomic_load_n(&(p)->nc64, __ATOMIC_RELAXED)
-#define nc_store(p, v) __atomic_store_n(&(p)->nc64, (v), __ATOMIC_RELEASE)
-#define nc_store_relaxed(p, v) __atomic_store_n(&(p)->nc64, (v), __ATOMIC_RELAXED)
-#define nc_cas(p, seen, v) \
-    __atomic_compare_exchange_n(&(p)->nc64, (seen), (v), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
-
-/* The discipline of lines. In mode `coherent` a line needs no write-back and no invalidate; what stays is
- * the order between the accesses.
- *   nc_write_back(p, n)   start writing the lines of [p, p+n) back to the device
- *   nc_write_fence()      earlier write-backs and stores are visible before later stores
- *   nc_invalidate(p, n)   drop the lines of [p, p+n), so that the next load reads the device
- *   nc_read_fence()       later loads are not satisfied by what was read before this point
- *   nc_full_fence()       both, and no later load overtakes an earlier store: the Dekker of pin and evict
- */
-#define nc_write_back(p, n) ((void)(p), (void)(n))
-#define nc_invalidate(p, n) ((void)(p), (void)(n))
-#if defined(__SANITIZE_THREAD__)
-#define KVP_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define KVP_TSAN 1
-#endif
-#endif
-#ifdef KVP_TSAN
-/* The sanitizer does not see stand-alone fences; the words' own acquire and release carry the order it
- * checks. A read-modify-write of a dummy keeps the machine order of the full fence. */
-#define nc_write_fence() __atomic_signal_fence(__ATOMIC_SEQ_CST)
-#define nc_read_fence() __atomic_signal_fence(__ATOMIC_SEQ_CST)
-#define nc_full_fence() kvp_fence_rmw()
-#else
-#define nc_write_fence() __atomic_thread_fence(__ATOMIC_RELEASE)
-#define nc_read_fence() __atomic_thread_fence(__ATOMIC_ACQUIRE)
-#define nc_full_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
-#endif
-void kvp_fence_rmw(void);
+/* ---- words: words.h ---- */
 
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)

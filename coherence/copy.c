@@ -8,6 +8,7 @@
 
 enum { STREAM_BYTES_MIN = 4096, AHEAD_BYTES = 2048 };
 
+void kvp_fence_rmw(void);
 void kvp_fence_rmw(void)
 {
     static uint64_t dummy;
