@@ -45,7 +45,7 @@ typedef struct { uint64_t nc64; } nc_u64;
 _Static_assert(__GCC_ATOMIC_LLONG_LOCK_FREE == 2, "a lock table would be private to each process");
 
 #if KVP_MODE == KVP_EXPLORE
-#include "explore_words.h"
+#include <explore_words.h>
 #else
 
 #define co_load32(p) __atomic_load_n(&(p)->co32, __ATOMIC_ACQUIRE)
