@@ -50,10 +50,13 @@ enum kvp_status {
     KVP_E_TRUNCATED = -16, /* the memory is shorter than the image says */
     KVP_E_REPLACED = -17,  /* the pool was removed or made anew under this name */
     KVP_E_BUSY = -18,      /* live workers use it */
+    KVP_E_MODE = -19,      /* made for another mode than this build's */
     /* the handle */
     KVP_E_CLOSED = -20,    /* the handle is closed */
     KVP_E_FORKED = -21,    /* the handle belongs to the parent process */
     KVP_E_NOSLOT = -22,    /* every worker slot is taken by a live process */
+    KVP_E_HOST = -23,      /* no such host, or its identity is another machine's */
+    KVP_E_FENCED = -24,    /* this host was declared lost: what it owned is another's */
     /* blocks */
     KVP_E_FULL = -30,      /* no block is free and nothing may be evicted */
     KVP_E_RANGE = -31,     /* no such class or block number */
@@ -77,12 +80,23 @@ int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 
 
 /* ---- words: words.h ---- */
 
+/* cdef: begin */
+/* What writes lines back and drops them here: "clwb+clflushopt", "clwb+clflush", "clflushopt", "clflush",
+ * "dc cvac+dc civac"; in the modes without such instructions "none", "simulated" or "explored". */
+const char *kvp_line_instructions(void);
+/* For tests and benchmarks, before there are threads: use this set. INVALID if the CPU lacks it. */
+int kvp_line_choose(const char *instructions);
+/* The most that the hardware moves at once. Above 64 two hosts could write one unit: no place for mode noncoherent. */
+uint32_t kvp_line_bytes(void);
+/* cdef: end */
+
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
 
 /* Copy `bytes` into / out of the pool, with non-temporal stores from 4 KiB on (a recycled block, and the buffer of an
- * engine, are cold: a cached copy would read the target first and push other things out). Complete before return.
- * Ranges must not overlap. */
+ * engine, are cold: a cached copy would read the target first and push other things out). Complete before return; what is
+ * copied in is also on its way to the device, and there once the caller's next nc_write_fence has passed. What is copied
+ * out is what this host sees: the caller has invalidated it. Ranges must not overlap. */
 void kvp_copy_in(void *pool, const void *from, uint64_t bytes);
 void kvp_copy_out(void *to, const void *pool, uint64_t bytes);
 
@@ -106,14 +120,16 @@ uint64_t kvp_crash_passed(void);
  * memfd:         anonymous; lives as long as somebody has it open     memfd:FD (inherited), memfd:PID/FD
  * hugetlb:SIZE   anonymous, huge pages of SIZE (2MiB, 1GiB)           as memfd:
  * dax:/dev/daxX.Y  the device                                         dax:/dev/daxX.Y
- * Options: ?mode=0660 permissions (default 0600), ?node=N bind to a NUMA node, ?interleave=0,1 spread.
+ * sim:NAME       /dev/shm/kvpool.UID.sim.NAME, mode sim only          sim:NAME, then kvp_mapping_attach
+ * Options: ?mode=0660 permissions (default 0600), ?node=N bind to a NUMA node, ?interleave=0,1 spread;
+ * of sim: ?seed=N, ?events=N.
  *
  * Creating backs every byte (fallocate, then populate): memory that is not there is KVP_E_NOSPACE with the
  * missing byte count, never a SIGBUS later. shm: and file: get their name only in kvp_mapping_commit, so
  * that nobody opens a half-made pool and a creator that dies leaves nothing behind (on a file system without
  * O_TMPFILE: a file NAME.PID.new).
  */
-enum kvp_mapping_kind { KVP_MAP_SHM, KVP_MAP_FILE, KVP_MAP_MEMFD, KVP_MAP_HUGETLB, KVP_MAP_DAX };
+enum kvp_mapping_kind { KVP_MAP_SHM, KVP_MAP_FILE, KVP_MAP_MEMFD, KVP_MAP_HUGETLB, KVP_MAP_DAX, KVP_MAP_SIM };
 
 struct kvp_mapping {
     uint8_t *base;       /* 2 MiB-aligned, so that huge pages can be mapped; NULL: not mapped */
@@ -121,9 +137,10 @@ struct kvp_mapping {
     uint64_t page_bytes; /* unit of the backing: 4 KiB, or the huge page or device alignment */
     int fd;              /* close-on-exec; -1 once closed */
     int kind;            /* enum kvp_mapping_kind */
+    struct kvp_sim *sim; /* of sim:, private to this folder; NULL else */
     int is_temporary;    /* it has another name until kvp_mapping_commit: no O_TMPFILE there */
     char uri[512];       /* what another process opens */
-    char path[400];      /* of shm:, file: and dax:; "" else */
+    char path[400];      /* of shm:, sim:, file: and dax:; "" else */
 };
 
 /* Make `bytes` (rounded up to page_bytes) of memory. Errors: INVALID (URI, size), EXISTS, NOSPACE,
@@ -131,16 +148,102 @@ struct kvp_mapping {
 int kvp_mapping_create(const char *uri, uint64_t bytes, struct kvp_mapping *out);
 /* Back [offset, offset+bytes) with memory now, with up to `threads` threads. NOSPACE, SYSTEM. */
 int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes, unsigned threads);
-/* Give shm: and file: their name. EXISTS if somebody else was first. */
+/* Give shm:, sim: and file: their name. EXISTS if somebody else was first. */
 int kvp_mapping_commit(struct kvp_mapping *mapping);
 /* Map what exists. Errors: INVALID, NOTFOUND, PERMISSION, SYSTEM. */
 int kvp_mapping_open(const char *uri, struct kvp_mapping *out);
+/* Say which host this process belongs to: from here on the mapping is the memory as that host sees it. Nothing to do, and
+ * OK, for all kinds but sim:. There, until then, it is the device itself (so that a superblock can be looked at, or a new
+ * image be written before it is committed); then the image of the host's cache takes its place, at the same address.
+ * Once for each mapping; several mappings of one process may be different hosts. INVALID; NOSPACE when /dev/shm
+ * has no room for the image; BUSY when processes still use what an earlier pool of this name has left. */
+int kvp_mapping_attach(struct kvp_mapping *mapping, uint32_t host);
 /* Ask for 2 MiB pages behind the whole mapping; best effort, returns 1 if the kernel took all of it. */
 int kvp_mapping_collapse(const struct kvp_mapping *mapping);
 /* Unmap and close. The memory itself stays. */
 void kvp_mapping_close(struct kvp_mapping *mapping);
-/* Remove the name of shm: or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */
+/* Remove the name of shm:, sim: (with all caches) or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */
 int kvp_mapping_unlink(const char *uri);
+
+/* ---- the simulator -----------------------------------------------------------------------------------
+ * Mode sim: any number of hosts on one machine that see the pool only through caches of their own.
+ *
+ * Caveats.
+ *  - The seed repeats a run only as far as the operating system does: with one process and one thread on each host.
+ *    All processes of a host draw from one generator.
+ *  - A write-back has arrived when nc_write_back returns and an invalidate has taken effect when it returns: what a missing
+ *    fence breaks is not seen here but by the explorer, what a missing write-back or invalidate breaks is.
+ *  - A process that is stopped (SIGSTOP) inside a store or a write-back holds a lock for a group of lines. Its own host
+ *    waits for it there, and rarely another host. One that is killed holds nobody up.
+ *  - Processes in different PID namespaces must not share a simulated pool: the dead would not be told from the living.
+ *  - A forked child keeps its parent's host in use until it execs, closes the mapping or ends.
+ *  - kvp_pool_remove and others that map the device without attaching store to it past all caches.
+ *
+ * The device is a file; each host's cache is a file, made by the first process that attaches as that host and shared by
+ * all of them. It lives on when they are killed: a process is not a host. kvp_sim_lose_host ends it.
+ *
+ *  image        what a host sees; of each line it always has some content
+ *  dirty        stored to since it was last written back, whatever the value: a silent store counts, and so does a CAS
+ *               that fails. A dirty line reaches the device when it is written back or, at a moment of the generator's
+ *               choice, evicted. A clean line is never written
+ *  fetch        an invalidated line takes the device's content at once, the oldest that a machine may show after it
+ *  conflict     a dirty line is written over something that another host has written since this one fetched it: two
+ *               writers of one line, or a writer that never invalidated. Must stay 0
+ */
+/* cdef: begin */
+struct kvp_sim_counts {
+    /* of this handle's process and host, since it attached */
+    uint64_t loads;                    /* words loaded */
+    uint64_t stores;                   /* words stored, failed CAS included */
+    uint64_t lines_written;            /* written back because asked */
+    uint64_t lines_written_clean;      /* asked, but clean: nothing moved */
+    uint64_t lines_invalidated;
+    uint64_t fences;                   /* of threads whose last word or line was of this handle */
+    uint64_t evicted, dropped;         /* dirty and clean lines that events met */
+    /* of the pool, since it was made; an offset is that of the last one */
+    uint64_t conflicts, conflict_offset;
+    uint64_t dirty_invalidated, dirty_invalidated_offset; /* written back because an invalidate met them dirty */
+    uint64_t flushed, lost;            /* dirty lines of lost hosts */
+};
+
+/* A host is reset: each of its dirty lines has reached the device in time or has not, as the generator says, and the
+ * host's next process starts with a new cache. All its processes are dead, or BUSY. Returns how many lines were lost.
+ * NOTFOUND: no pool of this name, or the host has never been there; INVALID. */
+int64_t kvp_sim_lose_host(const char *uri, uint32_t host);
+/* cdef: end */
+
+/* INVALID, and zeros, unless it is a simulated pool. */
+int kvp_sim_counts_read(const struct kvp_mapping *mapping, struct kvp_sim_counts *out);
+#if KVP_MODE == KVP_SIM
+/* What caches do by themselves: some lines of the generator's choice (events=N, 4 unless said otherwise; 0: none) are
+ * evicted if dirty, fetched if clean. Called on entry to each call of the layers above. Nothing before attach. */
+void kvp_sim_events(const struct kvp_mapping *mapping);
+/* The first `bytes` of the pool are where events should look, for they are few and matter: words, not payload. */
+void kvp_sim_hot(const struct kvp_mapping *mapping, uint64_t bytes);
+void kvp_sim_copy_in(void *pool, const void *from, uint64_t bytes); /* of kvp_copy_in */
+#else
+#define kvp_sim_events(mapping) ((void)(mapping))
+#define kvp_sim_hot(mapping, bytes) ((void)(mapping), (void)(bytes))
+#endif
+
+/* ---- host memory -------------------------------------------------------------------------------------
+ * Modes with several hosts: memory that the processes of one host share and other hosts do not see. co_ words live here.
+ * It is /dev/shm/kvpool.UID.host.UUID.HOST, found by the pool's identity and the number of the host.
+ *
+ * Caveats.
+ *  - It belongs to a user: processes of two users on one machine would each have host memory of their own and so be two
+ *    hosts that claim one identity. They must use different host numbers, or run as one user.
+ *  - In mode sim it outlives kvp_sim_lose_host: who resets a host removes its memory too.
+ */
+/* Map `bytes` (rounded up to pages) of it, made if absent, and hold its lock until kvp_host_memory_unlock; a process
+ * that dies holds it no more. *fresh is 1 if it was made by this call and is zero. One that was made before may still be
+ * unfinished, if its maker died: keep a word in it that says that it is ready, and start over, under the lock, if it does
+ * not. kvp_mapping_close unmaps it (and unlocks it). NOSPACE with the missing byte count; BUSY when somebody holds the
+ * lock for ten seconds; INVALID (another size); PERMISSION (another user's); SYSTEM. */
+int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh);
+void kvp_host_memory_unlock(struct kvp_mapping *mapping);
+/* Remove the name; who has it mapped keeps it. NOTFOUND, PERMISSION. */
+int kvp_host_memory_remove(const uint8_t uuid[16], uint32_t host);
 
 /* ---- membership --------------------------------------------------------------------------------------
  * One slot per worker. `lock` is a robust futex word that the worker's keeper thread holds from join to
@@ -170,11 +273,9 @@ struct kvp_slot {
     co_u64 pid_space;    /* inode of the PID namespace */
     co_u64 reserved1;    /* zero */
     co_u64 joined;       /* CLOCK_REALTIME at join, nanoseconds */
-    nc_u64 pin_high;     /* pin slots [0, pin_high) may be in use */
-    nc_u64 reserved2[7];
+    co_u64 reserved2[8]; /* zero */
     co_u64 counter[KVP_COUNTERS]; /* statistics, written by this worker alone, never reset */
 };
-_Static_assert(offsetof(struct kvp_slot, pin_high) == 64, "pins are on a line of their own");
 _Static_assert(offsetof(struct kvp_slot, counter) == 128, "counters start a line");
 _Static_assert(sizeof(struct kvp_slot) == 128 + 8 * KVP_COUNTERS, "slot layout");
 
@@ -209,21 +310,99 @@ uint64_t kvp_boot_id(void);
 /* Changes in a child after fork(); compare with the value at open. */
 uint64_t kvp_fork_count(void);
 
+/* ---- hosts -------------------------------------------------------------------------------------------
+ * One slot per host, in the pool, written by that host alone. A host is present while its `beat` changes: each of its
+ * workers' keepers sees to it. Others watch the beats and measure on their own CLOCK_MONOTONIC how long one has stood
+ * still, so no clocks are compared, set or trusted: a step of a wall clock changes nothing, and an observer that was
+ * suspended has not counted that time. A lease that is said to have lapsed has been silent for at least
+ * lease_ms - KVP_TICK_MS by the observer's clock, and a silent one is noticed within lease_ms + 2 * KVP_TICK_MS.
+ *
+ * A lapsed lease proves nothing: the host may wake up. Its blocks stay readable, its pins count, and nothing of it is
+ * reused. Only a *fence*, the word of a site's power or fabric control that the host has been reset and that its stores
+ * reach the pool no more, ends that: it names one adopter, which writes the lost incarnation into its own row `adopted`.
+ * A host whose own beat is late looks for its incarnation there before it publishes.
+ *
+ * Invariants: incarnation grows with each start of the host, and is in memory before anything else of that start;
+ *             adopted[h] never exceeds the incarnation of host h.
+ */
+#define KVP_HOSTS_MAX 64u
+
+struct kvp_host {
+    nc_u64 incarnation;  /* 0: never joined */
+    nc_u64 beat;         /* changes while a worker of the host runs */
+    nc_u64 machine;      /* hash of the machine's id; in mode sim, of the host's number */
+    nc_u64 boot;         /* hash of its boot id: another one is a reset machine */
+    nc_u64 left;         /* 1: its last worker left in order and wrote everything back */
+    nc_u64 tables;       /* pins and logs of workers [0, tables) may be in use; only grows */
+    nc_u64 wanted;       /* segments that it asks for */
+    nc_u64 claim;        /* random: who won, should two machines claim this identity at once */
+    nc_u64 adopted[KVP_HOSTS_MAX]; /* incarnation of each host that this one has adopted */
+};
+_Static_assert(offsetof(struct kvp_host, adopted) == KVP_LINE, "what is watched is one line");
+_Static_assert(sizeof(struct kvp_host) == KVP_LINE + 8 * KVP_HOSTS_MAX, "host slot layout");
+
+/* What the workers of one host have seen of another; in their host's own memory. */
+struct kvp_sight {
+    co_u64 beat;         /* last seen */
+    co_u64 since;        /* CLOCK_MONOTONIC when it was first seen, nanoseconds; 0: not looked at yet */
+    co_u64 incarnation;  /* as last seen */
+    co_u64 fenced;       /* highest incarnation that somebody has adopted */
+};
+
+/* cdef: begin */
+enum kvp_host_state {
+    KVP_HOST_FREE,       /* nobody has been this host yet */
+    KVP_HOST_PRESENT,    /* its beat changes */
+    KVP_HOST_LAPSED,     /* silent for longer than the lease: readable, not reusable */
+    KVP_HOST_FENCED,     /* adopted: what it owned is the adopter's */
+    KVP_HOST_LEFT,       /* its last worker left in order */
+};
+/* cdef: end */
+
+/* A worker's view of the hosts. */
+struct kvp_roster {
+    struct kvp_host *hosts;     /* in the pool */
+    struct kvp_sight *sights;   /* in host memory */
+    co_u64 *beaten;             /* in host memory: CLOCK_BOOTTIME of the last beat, nanoseconds */
+    uint64_t incarnation;       /* of our host */
+    uint64_t lease_ns;
+    uint32_t count, self;
+};
+
+/* Become host `self` under a new incarnation. The caller holds the lock of the host's memory, which is new. HOST: the
+ * identity belongs to another machine that is alive or has not been fenced. May wait for one lease to find out. */
+int kvp_host_claim(struct kvp_roster *roster);
+/* Beat, unless another worker of the host has just done so. */
+void kvp_host_beat(struct kvp_roster *roster);
+/* Look at the beats and adoptions of all. */
+void kvp_host_watch(struct kvp_roster *roster);
+enum kvp_host_state kvp_host_state(const struct kvp_roster *roster, uint32_t host);
+/* May we still act as this host? One clock reading if our beat is on time, else a look at all adoptions. OK, FENCED. */
+int kvp_host_assure(struct kvp_roster *roster);
+/* The last worker leaves; everything is written back. */
+void kvp_host_leave(struct kvp_roster *roster);
+/* Is this incarnation of a host known to be fenced? Its pins count no more. */
+int kvp_host_fenced(const struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+/* Write down that we adopt an incarnation of a host: it was reset, and the site has named us. */
+void kvp_host_adopt(struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+
 /* ---- log ---------------------------------------------------------------------------------------------
  * One ring of 32-byte records per worker, written by that worker alone; a record never crosses a line.
  * Readers keep their own position and are told when they were lapped. A torn record is never returned:
- * the header is read before and after the words.
+ * the header is read before and after the words. What a reader has not refreshed reads as not written yet.
  */
 struct kvp_record {
-    nc_u64 header; /* sequence << 1 | committed; the first record is sequence 1 */
+    nc_u64 header; /* sequence << 8 | kind << 1 | committed; the first record is sequence 1 */
     nc_u64 word[3];
 };
 _Static_assert(sizeof(struct kvp_record) == 32, "two records a line");
 
-/* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two). */
-void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, const uint64_t word[3]);
+/* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two); kind is 0 to 127. */
+void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3]);
+/* Invalidate the records from `sequence` on, n of them; a fence of the caller's follows before they are read. */
+void kvp_log_refresh(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t n);
 /* Read record `sequence`: 1 read, 0 not written yet, -1 lapped (*newest gets the sequence that is there). */
-int kvp_log_read(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t word[3],
+int kvp_log_read(const struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned *kind, uint64_t word[3],
                  uint64_t *newest);
 /* The sequence of the newest committed record, 0 for none: where a successor on this slot goes on. */
 uint64_t kvp_log_newest(const struct kvp_record *ring, uint64_t records);

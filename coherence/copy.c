@@ -17,6 +17,7 @@ void kvp_fence_rmw(void)
 }
 
 #if defined(__x86_64__) && !defined(KVP_TSAN)
+#define STREAMS 1
 /* Non-temporal stores write whole lines without reading them first. The source is prefetched 2 KiB ahead:
  * it is an engine's buffer, as cold as the destination. `to` is 64-byte aligned, `bytes` a multiple of 64. */
 static void stream_sse2(uint8_t *to, const uint8_t *from, uint64_t bytes)
@@ -47,17 +48,27 @@ static void stream(uint8_t *to, const uint8_t *from, uint64_t bytes)
     _mm_sfence();
 }
 #else
+#define STREAMS 0
 static void stream(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     memcpy(to, from, bytes);
 }
 #endif
 
+/* The part of [to, to + bytes) that non-temporal stores write: *head bytes before it are stored plainly. */
+static uint64_t streamed(const void *to, uint64_t bytes, uint64_t *head)
+{
+    *head = -(uintptr_t)to & (KVP_LINE - 1);
+    if (bytes < STREAM_BYTES_MIN)
+        return *head = 0;
+    return (bytes - *head) & ~(uint64_t)(KVP_LINE - 1);
+}
+
 static void copy(uint8_t *to, const uint8_t *source, uint64_t bytes)
 {
-    if (bytes >= STREAM_BYTES_MIN) {
-        uint64_t head = -(uintptr_t)to & (KVP_LINE - 1);
-        uint64_t body = (bytes - head) & ~(uint64_t)(KVP_LINE - 1);
+    uint64_t head, body = streamed(to, bytes, &head);
+
+    if (body) {
         memcpy(to, source, head);
         stream(to + head, source + head, body);
         to += head + body, source += head + body, bytes -= head + body;
@@ -65,11 +76,30 @@ static void copy(uint8_t *to, const uint8_t *source, uint64_t bytes)
     memcpy(to, source, bytes);
 }
 
+#if KVP_MODE == KVP_SIM
 void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
 {
-    copy(pool, from, bytes);
-    nc_write_back(pool, bytes);
+    kvp_sim_copy_in(pool, from, bytes);
 }
+#else
+/* Non-temporal stores leave no line in a cache (one that was there is evicted first), and their fence is in stream():
+ * only what plain stores wrote is written back. Those write-backs are ordered by the write fence that the caller needs
+ * anyway before it stores a word that says the block is whole; none is needed here. */
+void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
+{
+    uint64_t head, body = STREAMS ? streamed(pool, bytes, &head) : 0;
+    uint8_t *to = pool;
+
+    copy(to, from, bytes);
+    if (body) {
+        if (head)
+            nc_write_back(to, head);
+        to += head + body, bytes -= head + body;
+    }
+    if (bytes)
+        nc_write_back(to, bytes);
+}
+#endif
 
 void kvp_copy_out(void *to, const void *pool, uint64_t bytes)
 {

@@ -1,6 +1,7 @@
 /* mapping.c -- pool memory by URI: make it, back it, find it again, map it at 2 MiB. */
 #define _GNU_SOURCE
-#include "coherence/coherence.h"
+#include "coherence/mapping.h"
+#include "coherence/sim.h"
 #include "coherence/uri.h"
 
 #include <errno.h>
@@ -23,7 +24,7 @@
 #endif
 enum { MPOL_BIND_POLICY = 2, MPOL_INTERLEAVE_POLICY = 3, HUGE_SHIFT = 26, NODES_MAX = 64 };
 
-static int fail_errno(const char *what, const char *where)
+int kvp_fail_errno(const char *what, const char *where)
 {
     int error = errno;
     int status = error == ENOENT || error == ENODEV || error == ENXIO ? KVP_E_NOTFOUND
@@ -91,6 +92,11 @@ static uint64_t memory_available(void)
     return machine < group ? machine : group;
 }
 
+static int is_named_kind(int kind)
+{
+    return kind == KVP_MAP_SHM || kind == KVP_MAP_FILE || kind == KVP_MAP_SIM;
+}
+
 static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
 {
     struct statvfs room;
@@ -100,10 +106,10 @@ static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
         return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: %llu bytes of memory are "
                         "available to this process; ask for less", (unsigned long long)bytes,
                         (unsigned long long)(bytes - memory), (unsigned long long)memory);
-    if (uri->kind != KVP_MAP_SHM && uri->kind != KVP_MAP_FILE)
+    if (!is_named_kind(uri->kind))
         return KVP_OK;
     if (fstatvfs(fd, &room))
-        return fail_errno("cannot see the free space of", uri->path);
+        return kvp_fail_errno("cannot see the free space of", uri->path);
     uint64_t free_bytes = (uint64_t)room.f_bavail * room.f_frsize;
     if (bytes <= free_bytes)
         return KVP_OK;
@@ -176,7 +182,7 @@ static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mappi
 
     out->fd = open(uri->path, O_RDWR | O_CLOEXEC);
     if (out->fd < 0)
-        return fail_errno("cannot open the device", uri->path);
+        return kvp_fail_errno("cannot open the device", uri->path);
     if (fstat(out->fd, &info) || !S_ISCHR(info.st_mode) || !sysfs_number(info.st_rdev, "size"))
         return kvp_fail(KVP_E_INVALID, "%s is not a device-dax node with a size in sysfs; "
                         "`daxctl list` names them, file:PATH is for files", uri->path);
@@ -207,21 +213,21 @@ static int bind_nodes(const struct kvp_uri *uri, uint8_t *base, uint64_t bytes)
 }
 
 /* Reserve address space and map over its first 2 MiB boundary: an unaligned mapping silently gets 4 KiB pages. */
-static int map_aligned(struct kvp_mapping *out)
+int kvp_map_aligned(struct kvp_mapping *out)
 {
     uint64_t align = out->page_bytes > KVP_HUGE_PAGE ? out->page_bytes : KVP_HUGE_PAGE;
     uint64_t room = out->bytes + align;
     uint8_t *hole = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
     if (hole == MAP_FAILED)
-        return fail_errno("no address space for", out->uri);
+        return kvp_fail_errno("no address space for", out->uri);
     uint8_t *base = (uint8_t *)(((uintptr_t)hole + align - 1) & ~(uintptr_t)(align - 1));
     if (mmap(base, out->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, out->fd, 0) == MAP_FAILED) {
         int status = out->kind == KVP_MAP_HUGETLB && errno == ENOMEM
                          ? kvp_fail(KVP_E_NOSPACE, "%llu bytes of %llu-byte huge pages are not free: reserve them "
                                     "(sysctl vm.nr_hugepages), or use shm: or memfd:, which get 2 MiB pages by themselves",
                                     (unsigned long long)out->bytes, (unsigned long long)out->page_bytes)
-                         : fail_errno("cannot map", out->uri);
+                         : kvp_fail_errno("cannot map", out->uri);
         munmap(hole, room);
         return status;
     }
@@ -241,6 +247,7 @@ static int make_object(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_ma
     switch (uri->kind) {
     case KVP_MAP_SHM:
     case KVP_MAP_FILE:
+    case KVP_MAP_SIM:
         if ((status = taken(uri)))
             return status;
         out->fd = open_nameless(uri, out);
@@ -251,17 +258,18 @@ static int make_object(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_ma
         out->page_bytes = uri->kind == KVP_MAP_HUGETLB ? uri->huge_bytes : KVP_PAGE;
         out->fd = open_memfd(uri);
     }
-    return out->fd < 0 ? fail_errno("cannot create", uri->text) : KVP_OK;
+    return out->fd < 0 ? kvp_fail_errno("cannot create", uri->text) : KVP_OK;
 }
 
 static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
 {
-    int status = check_room(uri, out->fd, out->bytes);
+    uint64_t bytes = uri->kind == KVP_MAP_SIM ? kvp_sim_file_bytes(out->bytes) : out->bytes;
+    int status = check_room(uri, out->fd, bytes);
 
     if (status || uri->kind == KVP_MAP_DAX)
         return status;
-    if (fchmod(out->fd, uri->mode) || ftruncate(out->fd, (off_t)out->bytes))
-        return fail_errno("cannot size", uri->text);
+    if (fchmod(out->fd, uri->mode) || ftruncate(out->fd, (off_t)bytes))
+        return kvp_fail_errno("cannot size", uri->text);
     return KVP_OK;
 }
 
@@ -291,8 +299,10 @@ int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out
         out->bytes = (bytes + out->page_bytes - 1) / out->page_bytes * out->page_bytes;
         describe(&uri, out);
         KVP_CRASH_POINT("mapping.unnamed");
-        if ((status = size_object(&uri, out)) == KVP_OK && (status = map_aligned(out)) == KVP_OK)
+        if ((status = size_object(&uri, out)) == KVP_OK && (status = kvp_map_aligned(out)) == KVP_OK)
             status = bind_nodes(&uri, out->base, out->bytes);
+        if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
+            status = kvp_sim_open(&uri, out, 1);
     }
     if (status)
         kvp_mapping_close(out);
@@ -326,6 +336,9 @@ static int allocate(const struct kvp_mapping *mapping, uint64_t start, uint64_t 
 static int populate(const struct kvp_mapping *mapping, uint64_t start, uint64_t end)
 {
     int status = start < end ? allocate(mapping, start, end) : KVP_OK;
+
+    if (mapping->kind == KVP_MAP_SIM) /* what nobody has touched stays a hole, which no host's cache has to copy */
+        return status;
     while (start < end && status == KVP_OK) {
         if (madvise(mapping->base + start, end - start, MADV_POPULATE_WRITE) == 0)
             break;
@@ -385,24 +398,32 @@ int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uin
     return status;
 }
 
-int kvp_mapping_commit(struct kvp_mapping *mapping)
+static int link_object(const struct kvp_mapping *mapping)
 {
     char from[sizeof mapping->path + 32];
     int flags = mapping->is_temporary ? 0 : AT_SYMLINK_FOLLOW;
 
-    if (mapping->kind != KVP_MAP_SHM && mapping->kind != KVP_MAP_FILE)
-        return KVP_OK;
-    KVP_CRASH_POINT("mapping.before_name");
     if (mapping->is_temporary)
         temporary_path(mapping->path, from, sizeof from);
     else
         snprintf(from, sizeof from, "/proc/self/fd/%d", mapping->fd);
     if (linkat(AT_FDCWD, from, AT_FDCWD, mapping->path, flags)) /* fails if the name is taken: of two creators one wins */
-        return fail_errno("cannot name", mapping->path);
+        return kvp_fail_errno("cannot name", mapping->path);
     if (mapping->is_temporary)
         unlink(from);
-    mapping->is_temporary = 0;
     return KVP_OK;
+}
+
+int kvp_mapping_commit(struct kvp_mapping *mapping)
+{
+    if (!is_named_kind(mapping->kind))
+        return KVP_OK;
+    KVP_CRASH_POINT("mapping.before_name");
+    int status = kvp_sim_name(mapping);
+    if (status == KVP_OK && (status = link_object(mapping)) == KVP_OK)
+        mapping->is_temporary = 0;
+    kvp_sim_named(mapping, status);
+    return status;
 }
 
 static int open_object(const struct kvp_uri *uri, struct kvp_mapping *out)
@@ -413,12 +434,12 @@ static int open_object(const struct kvp_uri *uri, struct kvp_mapping *out)
         return open_dax(uri, &out->bytes, out);
     out->fd = uri->open_fd >= 0 ? fcntl(uri->open_fd, F_DUPFD_CLOEXEC, 3) : open(uri->path, O_RDWR | O_CLOEXEC);
     if (out->fd < 0 || fstat(out->fd, &info))
-        return fail_errno("cannot open", uri->open_fd >= 0 ? uri->text : uri->path);
+        return kvp_fail_errno("cannot open", uri->open_fd >= 0 ? uri->text : uri->path);
     if (!S_ISREG(info.st_mode))
         return kvp_fail(KVP_E_FOREIGN, "%s is not a file", uri->text);
     out->bytes = (uint64_t)info.st_size;
     out->page_bytes = (uint64_t)info.st_blksize >= KVP_HUGE_PAGE ? (uint64_t)info.st_blksize : KVP_PAGE;
-    return KVP_OK;
+    return uri->kind == KVP_MAP_SIM ? kvp_sim_pool_bytes(out->fd, uri->path, &out->bytes) : KVP_OK;
 }
 
 int kvp_mapping_open(const char *text, struct kvp_mapping *out)
@@ -438,8 +459,10 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
         if (out->bytes < KVP_PAGE)
             status = kvp_fail(KVP_E_TRUNCATED, "%s has %llu bytes: too short for a pool", text,
                               (unsigned long long)out->bytes);
-        else if ((status = map_aligned(out)) == KVP_OK)
+        else if ((status = kvp_map_aligned(out)) == KVP_OK)
             status = bind_nodes(&uri, out->base, out->bytes);
+        if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
+            status = kvp_sim_open(&uri, out, 0);
     }
     if (status)
         kvp_mapping_close(out);
@@ -448,6 +471,8 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
 
 int kvp_mapping_collapse(const struct kvp_mapping *mapping)
 {
+    if (mapping->kind == KVP_MAP_SIM)
+        return 0;
     if (mapping->page_bytes >= KVP_HUGE_PAGE)
         return 1;
     uint64_t whole = mapping->bytes & ~(uint64_t)(KVP_HUGE_PAGE - 1);
@@ -462,6 +487,7 @@ void kvp_mapping_close(struct kvp_mapping *mapping)
         temporary_path(mapping->path, temporary, sizeof temporary);
         unlink(temporary);
     }
+    kvp_sim_close(mapping);
     if (mapping->base)
         munmap(mapping->base, mapping->bytes);
     if (mapping->fd >= 0)
@@ -477,7 +503,10 @@ int kvp_mapping_unlink(const char *text)
 
     if (status)
         return status;
-    if (uri.kind != KVP_MAP_SHM && uri.kind != KVP_MAP_FILE)
+    if (!is_named_kind(uri.kind))
         return kvp_fail(KVP_E_INVALID, "%s has no name to remove: it goes with its last user", text);
-    return unlink(uri.path) ? fail_errno("cannot remove", uri.path) : KVP_OK;
+    status = unlink(uri.path) ? kvp_fail_errno("cannot remove", uri.path) : KVP_OK;
+    if (uri.kind == KVP_MAP_SIM) /* after the device: who opens it now finds none, and makes no cache */
+        kvp_sim_unlink(uri.path);
+    return status;
 }

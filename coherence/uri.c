@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { NAME_MAX_BYTES = 200 };
+enum { NAME_MAX_BYTES = 200, EVENTS_MAX = 1 << 20 };
 
 static int parse_number(const char *text, int base, uint64_t most, uint64_t *out)
 {
@@ -54,6 +54,10 @@ static int parse_option(char *option, struct kvp_uri *out, uint64_t *uid)
     }
     if (strcmp(option, "uid") == 0)
         return parse_number(text, 10, UINT32_MAX, uid);
+    if (strcmp(option, "seed") == 0)
+        return out->has_seed = parse_number(text, 10, UINT64_MAX, &out->seed);
+    if (strcmp(option, "events") == 0)
+        return out->has_events = parse_number(text, 10, EVENTS_MAX, &out->events);
     out->interleave = strcmp(option, "interleave") == 0;
     return (out->interleave || strcmp(option, "node") == 0) && parse_nodes(text, &out->nodes);
 }
@@ -64,18 +68,37 @@ static int parse_options(char *options, struct kvp_uri *out, uint64_t *uid)
 
     for (char *option = strtok_r(options, "&", &save); option; option = strtok_r(NULL, "&", &save))
         if (!parse_option(option, out, uid))
-            return kvp_fail(KVP_E_INVALID, "unknown option '%s': mode=0660, uid=N, node=N, interleave=0,1 exist", option);
+            return kvp_fail(KVP_E_INVALID, "unknown option '%s': mode=0660, uid=N, node=N, interleave=0,1 exist, and of sim: "
+                            "seed=N, events=N", option);
+    if ((out->has_seed || out->has_events) && strncmp(out->text, "sim:", 4) != 0)
+        return kvp_fail(KVP_E_INVALID, "seed=N and events=N are options of sim: only");
     return KVP_OK;
 }
 
-static int parse_shm(const char *name, uint64_t uid, struct kvp_uri *out)
+static int parse_shm(const char *name, const char *scheme, uint64_t uid, struct kvp_uri *out)
 {
     size_t length = strlen(name);
 
     if (length == 0 || length > NAME_MAX_BYTES || strchr(name, '/') || name[0] == '.')
-        return kvp_fail(KVP_E_INVALID, "shm:NAME needs a name of 1 to %d characters without '/' that does not start "
-                        "with '.'", NAME_MAX_BYTES);
+        return kvp_fail(KVP_E_INVALID, "%s:NAME needs a name of 1 to %d characters without '/' that does not start "
+                        "with '.'", scheme, NAME_MAX_BYTES);
     snprintf(out->path, sizeof out->path, "/dev/shm/kvpool.%llu.%s", (unsigned long long)uid, name);
+    return KVP_OK;
+}
+
+static int parse_sim(const char *name, uint64_t uid, struct kvp_uri *out)
+{
+    char full[sizeof "sim." + NAME_MAX_BYTES];
+    int status = parse_shm(name, "sim", uid, out);
+
+    if (status)
+        return status;
+    if (KVP_MODE != KVP_SIM)
+        return kvp_fail(KVP_E_INVALID, "sim:%s is memory of simulated hosts: open it with mode='sim'", name);
+    if (strstr(name, ".cache"))
+        return kvp_fail(KVP_E_INVALID, "sim:%s: '.cache' in a name is for the caches of the hosts", name);
+    snprintf(full, sizeof full, "sim.%s", name);
+    snprintf(out->path, sizeof out->path, "/dev/shm/kvpool.%llu.%s", (unsigned long long)uid, full);
     return KVP_OK;
 }
 
@@ -151,7 +174,9 @@ int kvp_uri_parse(const char *text, struct kvp_uri *out)
     if (rest) {
         *rest++ = '\0';
         if (strcmp(copy, "shm") == 0)
-            return out->kind = KVP_MAP_SHM, parse_shm(rest, uid, out);
+            return out->kind = KVP_MAP_SHM, parse_shm(rest, "shm", uid, out);
+        if (strcmp(copy, "sim") == 0)
+            return out->kind = KVP_MAP_SIM, parse_sim(rest, uid, out);
         if (strcmp(copy, "file") == 0)
             return out->kind = KVP_MAP_FILE, parse_path(rest, "", out);
         if (strcmp(copy, "dax") == 0)
@@ -161,6 +186,6 @@ int kvp_uri_parse(const char *text, struct kvp_uri *out)
         if (strcmp(copy, "hugetlb") == 0)
             return out->kind = KVP_MAP_HUGETLB, parse_hugetlb(rest, out);
     }
-    return kvp_fail(KVP_E_INVALID, "'%.200s' is not a pool URI: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or "
-                    "dax:/dev/daxX.Y", text);
+    return kvp_fail(KVP_E_INVALID, "'%.200s' is not a pool URI: shm:NAME, file:PATH, memfd:, hugetlb:2MiB, dax:/dev/daxX.Y "
+                    "or sim:NAME", text);
 }

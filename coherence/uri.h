@@ -11,7 +11,9 @@ struct kvp_uri {
     unsigned mode;       /* permissions */
     uint64_t nodes;      /* NUMA nodes, a bit each; 0: no wish */
     uint64_t huge_bytes; /* of hugetlb:SIZE */
-    char path[400];      /* of shm:, file:, dax: and memfd:PID/FD */
+    uint64_t seed, events; /* of sim: */
+    int has_seed, has_events;
+    char path[400];      /* of shm:, sim:, file:, dax: and memfd:PID/FD */
     char text[512];      /* the URI without options */
 };
 
