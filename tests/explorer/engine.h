@@ -56,6 +56,7 @@ struct line {
     uint8_t touched;        /* in this run */
     uint8_t remote;         /* known: more than one host touches it and somebody writes it. Others need no cache */
     uint8_t hosts;          /* that touched it in this run */
+    uint8_t used;           /* known: somebody loads or stores a word of it. Elsewhere write-backs have nothing to do */
     int8_t home;            /* the host whose memory it is; -1: non-coherent memory; -2: no region */
 };
 struct copy {               /* of a line, in the cache of a host */
@@ -86,6 +87,8 @@ struct engine {
     int idle;               /* every spinner has looked again since memory last changed */
     struct budgets limit, left;
     int two_writers, dirty_invalidate; /* allowed */
+    void (*died_hook)(int thread);
+    uint8_t death_shows;    /* known: a living thread may see whether another one is dead */
     int learned;            /* this run is void */
     int pruned, failed;
     int verbose;
@@ -119,7 +122,9 @@ static inline int bounded(void) { return ex.limit.preemptions < UNBOUNDED; }
 
 /* memory.c: how lines move between memory and caches */
 uint32_t ex_offset(const void *p);
+int ex_is_shared(const void *p);
 void ex_touch(uint32_t at, int writes);
+void ex_touch_as(int thread, uint32_t at, int writes);
 uint64_t ex_read(int host, uint32_t at, unsigned bytes);
 void ex_write(int host, uint32_t at, uint64_t value, unsigned bytes);
 void ex_write_back_line(int host, uint32_t line);
@@ -147,7 +152,8 @@ void ex_point(int full, const struct ex_site *site);
 int ex_host_may_die(int host);
 void ex_start(void);
 void ex_threads_restore(void);
-void ex_trace(const struct ex_site *site, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void ex_tell(const struct ex_site *site, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#define ex_trace(...) do { if (ex.verbose) ex_tell(__VA_ARGS__); } while (0) /* its arguments take longer than the step */
 
 /* choices.c: the trail of a run, and states seen before */
 extern const char *const ex_kind_name[EX_KINDS];

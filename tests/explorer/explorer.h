@@ -80,6 +80,7 @@ struct ex_scenario {
     const char *what;     /* one line: what it explores */
     void (*setup)(void);  /* once: regions, threads, first words, by production code if it likes */
     void (*check)(void);  /* after each run, when every thread has ended; may be NULL */
+    void (*died)(int thread); /* what the kernel does at the death of a worker, with ex_poke; may be NULL */
     /* Budgets that an exhaustive, and a bounded, run takes by default. */
     int crashes;
     int preemptions, events;
@@ -98,7 +99,7 @@ enum ex_flag {
     EX_CRASHABLE = 1,     /* the worker may die at any step */
     EX_HOST_CRASHABLE = 2, /* its host may die at any step */
     EX_ON_CRASH = 4,      /* starts once something has died */
-    EX_LAST = 8,          /* starts when all others have ended and all buffers are empty */
+    EX_LAST = 8,          /* starts when all others have ended and all buffers are empty, one after the other */
 };
 int ex_spawn(int host, void (*run)(void *argument), void *argument, unsigned flags);
 /* Oracles that are on unless switched off in setup: no line is dirty in two hosts; nobody invalidates a line that its
@@ -120,11 +121,11 @@ void ex_spin_at(struct ex_site *site);
 /* The thread's private state is a function of its ex_private and ex_allocate memory and of `local`: histories that
  * lead to the same are one state from here on. `local` must tell apart the places where this is called. */
 void ex_merge(uint64_t local);
-/* Is the thread dead? The answer becomes a part of the caller's history. */
-int ex_is_dead(int thread);
 /* Fencing: host dies now, by order; each of its dirty lines is flushed or lost. No crash of the budget. */
 void ex_reset_host(int host);
 unsigned ex_choose(unsigned n);
+/* In `died`: store to memory of a thread's host at once. */
+void ex_poke(int thread, void *p, uint64_t value, unsigned bytes);
 
 /* Oracle state: hashed as a part of each state; at the start of each run as setup left it. Updates belong to the step before. */
 extern uint8_t ex_ghost[EX_GHOST_BYTES];

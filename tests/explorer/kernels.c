@@ -2,7 +2,7 @@
  * elsewhere; here every operation is known to be needed or not, and tests/test_explorer.py expects exactly that. */
 #include "coherence/coherence.h"
 #include "explorer.h"
-#include "kernels.h"
+#include "scenarios.h"
 
 #define GHOST ((struct ghost *)(void *)ex_ghost)
 

@@ -65,6 +65,11 @@ const char *ex_name_of(uint32_t at)
     return text;
 }
 
+int ex_is_shared(const void *p)
+{
+    return (uint64_t)((const uint8_t *)p - ex_memory) < (uint64_t)ex.lines * EX_LINE;
+}
+
 uint32_t ex_offset(const void *p)
 {
     uint64_t at = (uint64_t)((const uint8_t *)p - ex_memory);
@@ -186,15 +191,17 @@ static void note(struct use *use, uint16_t bit, uint16_t before, int writes)
         use->readers |= bit;
 }
 
-void ex_touch(uint32_t at, int writes)
+/* A word is loaded or stored. */
+void ex_touch_as(int thread, uint32_t at, int writes)
 {
     uint32_t number = at / EX_LINE;
     struct line *line = &ex_line[number];
-    int checks = ex.phase == CHECK;
-    int host = checks ? ex.view : current()->host;
-    uint16_t bit = (uint16_t)(1u << (checks ? CHECKER : ex.current)), before = checks ? 0xffff : current()->before;
+    int checks = thread == CHECKER;
+    int host = checks ? ex.view : ex.thread[thread].host;
+    uint16_t bit = (uint16_t)(1u << thread), before = checks ? 0xffff : ex.thread[thread].before;
 
     mark_touched(number);
+    learn(&line->used);
     line->hosts |= (uint8_t)(1 << host);
     note(&line->use, bit, before, writes);
     note(&ex_word[at / 8], bit, before, writes);
@@ -204,11 +211,17 @@ void ex_touch(uint32_t at, int writes)
         ex_fail("host %d touches %s, memory of host %d", host, ex_name_of(at), line->home);
 }
 
-/* What is known of each line, LINE.FLAGS.RACY.DEATHLY in hexadecimal, the last two by word: a trail fits only with it. */
+void ex_touch(uint32_t at, int writes)
+{
+    ex_touch_as(ex.phase == CHECK ? CHECKER : ex.current, at, writes);
+}
+
+/* What is known: whether deaths show; of each line, LINE.FLAGS.RACY.DEATHLY in hexadecimal, the last two by word: a trail fits only with it. */
 void ex_known_print(FILE *out)
 {
     const char *comma = "";
 
+    fprintf(out, "%x;", ex.death_shows);
     for (uint32_t i = 0; i < ex.lines; i++) {
         const struct line *line = &ex_line[i];
         unsigned flags = line->remote | line->use.racy << 1 | line->use.deathly << 2, racy = 0, deathly = 0;
@@ -228,6 +241,11 @@ void ex_known_parse(const char *text)
     unsigned i, flags, racy, deathly;
     int used;
 
+    for (i = 0; i < ex.lines; i++)
+        ex_line[i].used = 1; /* makes no choice differ */
+    ex.death_shows = *text == '1';
+    text += strcspn(text, ";");
+    text += *text == ';';
     while (sscanf(text, "%x.%x.%x.%x%n", &i, &flags, &racy, &deathly, &used) == 4 && i < ex.lines) {
         ex_line[i].remote = flags & 1;
         ex_line[i].use.racy = flags >> 1 & 1;

@@ -22,7 +22,7 @@ static int step(uint32_t at, int writes, int locked, struct ex_site *site)
     if ((matter & RACY) || (locked && thread->buffered))
         ex_point(1, site);
     else if (matter & DEATHLY)
-        ex_point(ex_host_may_die(thread->host), site);
+        ex_point(ex_host_may_die(thread->host) || ex.death_shows, site);
     return matter;
 }
 
@@ -108,10 +108,12 @@ static void put_in(enum entry_kind kind, uint32_t at, uint64_t value, unsigned b
 
 uint64_t ex_load(const void *p, unsigned bytes, struct ex_site *site)
 {
-    uint32_t at = ex_offset(p);
     const char *from = "";
     uint64_t value = 0;
 
+    if (!ex_is_shared(p)) /* a private copy of a shared structure */
+        return memcpy(&value, p, bytes), value;
+    uint32_t at = ex_offset(p);
     if (ex.phase != RUN) {
         if (ex.phase == CHECK)
             ex_touch(at, 0);
@@ -240,6 +242,8 @@ static void line_step(enum entry_kind kind, uint32_t line, struct ex_site *site)
 {
     uint32_t at = line * EX_LINE;
 
+    if (!ex_line[line].used)
+        return;
     ex_touch(at, 0);
     if (!ex_line[line].remote)
         return; /* no other host looks: the caches of one host are coherent */

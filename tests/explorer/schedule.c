@@ -64,11 +64,11 @@ void ex_leave_run(void)
     abort(); /* nobody goes on with a run that was left */
 }
 
-void ex_trace(const struct ex_site *site, const char *format, ...)
+void ex_tell(const struct ex_site *site, const char *format, ...)
 {
     va_list arguments;
 
-    if (!ex.verbose || ex.phase != RUN)
+    if (ex.phase != RUN)
         return;
     if (site) {
         char place[80];
@@ -114,8 +114,21 @@ static void kill_worker(int number)
     ex_drain_all(&ex.thread[number]);
     ex.thread[number].state = DEAD;
     ex.died |= 1u << number;
+    if (ex.died_hook)
+        ex.died_hook(number);
     wake_waiters();
     ex_progress(1);
+}
+
+void ex_poke(int thread, void *p, uint64_t value, unsigned bytes)
+{
+    uint32_t at = ex_offset(p);
+
+    ex_touch_as(thread, at, 1);
+    if (!ex.death_shows && ex_word[at / 8].racy)
+        ex.learned = 1, ex.death_shows = 1;
+    ex_trace(NULL, "the kernel stores %s <- %#llx", ex_name_of(at), (unsigned long long)value);
+    ex_write(ex.thread[thread].host, at, value, bytes);
 }
 
 static void kill_host(int host)
@@ -372,19 +385,6 @@ void ex_merge(uint64_t local)
 {
     if (ex.phase == RUN)
         current()->history = mix(local, (uint64_t)ex.current + 1);
-}
-
-int ex_is_dead(int thread)
-{
-    static struct ex_site site = {.file = "ex_is_dead", .line = 0};
-    int dead = ex.died >> thread & 1;
-
-    if (ex.phase != RUN)
-        return dead;
-    ex_step_at(&site);
-    dead = ex.died >> thread & 1;
-    current()->history = mix(current()->history, (uint64_t)dead + 7);
-    return dead;
 }
 
 void ex_reset_host(int host)

@@ -35,11 +35,12 @@ void ex_allow_dirty_invalidate(void)
     ex.dirty_invalidate = 1;
 }
 
+/* Of the processor: others may use it as well. */
 static double seconds_now(void)
 {
     struct timespec now;
 
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
@@ -67,6 +68,7 @@ static void prepare(const struct ex_scenario *scenario)
     memset(&ex, 0, sizeof ex);
     ex.lines = EX_LINES;
     ex_memory_forget();
+    ex.died_hook = scenario->died;
     scenario->setup();
     ex_memory_keep();
     ex_private_keep();

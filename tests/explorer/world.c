@@ -1,0 +1,203 @@
+/* world.c -- pools for the scenarios. */
+#include "world.h"
+
+#include <string.h>
+
+static uint32_t lines;
+static kvp_pool *pool_of[EX_THREADS];
+
+static void label(const kvp_pool *pool)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+    const struct kvp_layout *layout = &arena->layout;
+
+    ex_label(arena->roster.hosts, layout->hosts * sizeof(struct kvp_host), sizeof(struct kvp_host), "host");
+    ex_label(arena->owners, layout->hosts * kvp_row(layout->segments) * 8, 8, "owner");
+    ex_label(arena->pin_high, layout->hosts * kvp_row(layout->workers) * 8, 8, "pin_high");
+    ex_label(arena->pins, (uint64_t)layout->hosts * layout->workers * layout->pin_slots * 8, 8, "pin");
+    ex_label(arena->logs, (uint64_t)layout->hosts * layout->workers * layout->log_records * 32, 32, "record");
+    ex_label(class->words, class->blocks * 8ull, 8, "word");
+    ex_label(class->labels, class->blocks * 16ull, 16, "label");
+    ex_label(class->data, layout->payload_bytes, class->stride, "payload");
+}
+
+static void label_host(const kvp_pool *pool)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+
+    ex_label(arena->head, sizeof *arena->head, 8, "head");
+    ex_label(arena->roster.sights, arena->layout.hosts * sizeof(struct kvp_sight), sizeof(struct kvp_sight), "sight");
+    ex_label(arena->slots, arena->layout.workers * sizeof(struct kvp_slot), sizeof(struct kvp_slot), "slot");
+    ex_label(arena->read, (uint64_t)arena->layout.hosts * arena->layout.workers * 8, 8, "read");
+    ex_label(arena->segments, arena->layout.segments * 8ull, 8, "segment");
+    ex_label(class->scores, class->blocks * 8ull, 8, "score");
+    ex_label(class->tags, class->blocks * 16ull, 16, "tag");
+    ex_label(class->known, class->blocks * 8ull, 8, "known");
+    ex_label(class->hints, 8, 8, "hints");
+    ex_label(class->summary, 8, 8, "summary");
+    ex_label(pool->directory, pool->homes * KVP_HOME_ENTRIES * 16, 16, "entry");
+    ex_label(pool->spilled, pool->homes * 8, 8, "spilled");
+}
+
+kvp_pool *world_make(const struct world_request *request)
+{
+    struct kvp_request wanted = {.blocks = request->blocks, .workers = request->workers, .classes = 1,
+                                 .hosts = request->hosts, .host = 0};
+    kvp_pool *pool;
+
+    standins_reset();
+    lines = request->lines ? request->lines : 1;
+    wanted.stride[0] = lines * KVP_LINE;
+    int status = kvp_pool_create("explore:", &wanted, "lru", &pool);
+    EX_CHECK(status == KVP_OK, "the pool cannot be made: %d", status);
+    label(pool);
+    label_host(pool);
+    return pool;
+}
+
+kvp_pool *world_join(uint32_t host)
+{
+    kvp_pool *pool;
+    int status = kvp_pool_open("explore:", host, &pool);
+
+    EX_CHECK(status == KVP_OK, "a worker of host %u cannot join: %d", host, status);
+    label_host(pool);
+    return pool;
+}
+
+int world_spawn(kvp_pool *pool, void (*run)(void *), unsigned flags)
+{
+    int thread = ex_spawn((int)pool->host, run, pool, flags);
+
+    pool_of[thread] = pool;
+    return thread;
+}
+
+void world_died(int thread)
+{
+    standins_mark_dead(thread, &pool_of[thread]->keeper);
+}
+
+static uint64_t hash_bytes(uint64_t hash, const void *p, uint64_t bytes)
+{
+    for (uint64_t i = 0; i + 4 <= bytes; i += 4) {
+        uint32_t part;
+        memcpy(&part, (const uint8_t *)p + i, sizeof part);
+        hash = (hash ^ part) * 0x9e3779b97f4a7c15ull;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+void world_merge(const kvp_pool *pool, uint64_t place)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+    const struct kvp_magazine *magazine = &class->magazine;
+    const struct kvp_heap *heap = &pool->heap[0];
+    const uint64_t plain[] = {pool->clock_seen, pool->foreign, pool->evictions, pool->log_sequence, pool->used_count,
+                              arena->pin_free_count, arena->pin_top, arena->pin_high_seen, arena->pins_held, heap->count,
+                              heap->aside, heap->pops, heap->built};
+    uint64_t hash = hash_bytes(place, magazine, offsetof(struct kvp_magazine, block) + magazine->count * sizeof(uint32_t));
+
+    hash = hash_bytes(hash, plain, sizeof plain);
+    hash = hash_bytes(hash, pool->used, pool->used_count * sizeof *pool->used);
+    hash = hash_bytes(hash, class->pin_slot, class->blocks * sizeof *class->pin_slot);
+    hash = hash_bytes(hash, class->pinned, (class->blocks / 64 + 1) * sizeof *class->pinned);
+    hash = hash_bytes(hash, arena->pin_count, arena->pin_top * sizeof *arena->pin_count);
+    hash = hash_bytes(hash, arena->pin_free, arena->pin_free_count * sizeof *arena->pin_free);
+    for (uint32_t i = 0; i < heap->count; i++)
+        hash = hash_bytes(hash, &heap->item[i], sizeof(uint64_t) + sizeof(uint32_t));
+    ex_merge(hash);
+}
+
+/* ---- keys ---- */
+
+struct kvp_key world_key(uint32_t k)
+{
+    return (struct kvp_key){0x100000000ull | (k / 8 + 1), 0x1000 + k};
+}
+
+uint64_t world_content(uint32_t k, uint32_t line)
+{
+    return 0xc0de0000ull + k * 256 + line;
+}
+
+static void fill(kvp_pool *pool, uint32_t number, uint32_t k)
+{
+    uint64_t bytes[64] = {0};
+
+    for (uint32_t line = 0; line < lines; line++)
+        bytes[line * 8] = world_content(k, line);
+    kvp_fill(pool, 0, number, bytes, (uint64_t)lines * KVP_LINE);
+}
+
+uint64_t world_put(kvp_pool *pool, uint32_t k)
+{
+    struct kvp_key key = world_key(k);
+    uint32_t number;
+    uint64_t ref = 0;
+
+    if (kvp_reserve(pool, 0, 1, &number) != KVP_OK)
+        return 0;
+    fill(pool, number, k);
+    kvp_publish(pool, 0, &number, &key, 1, &ref);
+    return ref;
+}
+
+void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
+{
+    const nc_u64 *data = (const nc_u64 *)(const void *)kvp_block_data(&pool->arena, (uint32_t)ref);
+
+    for (uint32_t line = 0; line < lines; line++) {
+        uint64_t seen = nc_load(&data[line * 8]);
+        EX_CHECK(seen == world_content(k, line), "block %u under key %u: line %u holds %#llx, not %#llx", (uint32_t)ref, k, line,
+                 (unsigned long long)seen, (unsigned long long)world_content(k, line));
+    }
+}
+
+int world_use(kvp_pool *pool, uint32_t k)
+{
+    struct kvp_key key = world_key(k);
+    uint64_t ref = 0;
+
+    if (kvp_match(pool, 0, &key, 1, &ref) != 1)
+        return 0;
+    world_look(pool, ref, k);
+    kvp_unpin_refs(pool, &ref, 1);
+    return 1;
+}
+
+int world_read(kvp_pool *pool, uint32_t k)
+{
+    struct kvp_key key = world_key(k);
+    uint64_t bytes[64];
+    void *to = bytes;
+    uint8_t got = 0;
+
+    if (kvp_read(pool, 0, &key, 1, &to, (uint64_t)lines * KVP_LINE, &got) != 1)
+        return 0;
+    for (uint32_t line = 0; line < lines; line++)
+        EX_CHECK(bytes[line * 8] == world_content(k, line), "a copy of key %u: line %u holds %#llx, not %#llx", k, line,
+                 (unsigned long long)bytes[line * 8], (unsigned long long)world_content(k, line));
+    return 1;
+}
+
+/* ---- afterwards ---- */
+
+int world_recover(kvp_pool *pool)
+{
+    return standins_look_around(&pool->keeper);
+}
+
+void world_check(kvp_pool *pool)
+{
+    struct kvp_check check = {0};
+
+    ex_view((int)pool->host);
+    kvp_arena_check(&pool->arena, &check);
+    kvp_directory_check(pool, &check);
+    EX_CHECK(!check.problems, "check: %s", check.first);
+}
