@@ -8,6 +8,7 @@ static struct choice {
 } trail[TRAIL_MAX];
 static int depth;   /* choices made in this run */
 static int length;  /* of the prefix that this run repeats */
+static int checked; /* depth at which the state was last looked up */
 static int replays; /* picks beyond the prefix: always the first */
 static int greed;   /* in random runs, of 256 picks how many are not the first */
 static uint64_t random_state;
@@ -49,13 +50,18 @@ void ex_trail_start(const char *replay, uint64_t seed, int random_greed)
 void ex_trail_rewind(void)
 {
     depth = 0;
+    checked = -1;
     if (greed)
         length = 0;
 }
 
+/* Is it worth looking up the state? Beyond the prefix, and where something was chosen since the last time. */
 int ex_trail_new(void)
 {
-    return depth >= length;
+    if (depth < length || depth == checked)
+        return 0;
+    checked = depth;
+    return 1;
 }
 
 int ex_trail_next(void)

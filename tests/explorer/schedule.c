@@ -113,6 +113,7 @@ static void kill_worker(int number)
     ex_trace(NULL, "*** worker T%d dies ***", number);
     ex_drain_all(&ex.thread[number]);
     ex.thread[number].state = DEAD;
+    ex.thread[number].history = 0; /* nobody remembers what it knew */
     ex.died |= 1u << number;
     if (ex.died_hook)
         ex.died_hook(number);
@@ -143,6 +144,7 @@ static void kill_host(int host)
         thread->buffered = 0;
         if (thread->state != DONE)
             thread->state = DEAD;
+        thread->history = 0;
         ex.died |= 1u << i;
     }
     ex.died |= 1u << (16 + host);
@@ -277,7 +279,7 @@ void ex_point(int full, const struct ex_site *site)
             nobody(site);
             continue;
         }
-        if (options.n > 1 && ex.hashing && ex_trail_new() && !ex.verbose && ex_state_seen(state_hash(full))) {
+        if (ex.hashing && ex_trail_new() && !ex.verbose && ex_state_seen(state_hash(full))) {
             ex.pruned = 1;
             ex_leave_run();
         }

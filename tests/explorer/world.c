@@ -3,8 +3,14 @@
 
 #include <string.h>
 
+enum { BATCH = 4 };
+
 static uint32_t lines;
-static kvp_pool *pool_of[EX_THREADS];
+static struct part {
+    kvp_pool *pool;
+    void (*run)(void *pool);
+} part[EX_THREADS]; /* by number of the thread */
+static int parts;
 
 static void label(const kvp_pool *pool)
 {
@@ -43,18 +49,30 @@ static void label_host(const kvp_pool *pool)
 
 kvp_pool *world_make(const struct world_request *request)
 {
-    struct kvp_request wanted = {.blocks = request->blocks, .workers = request->workers, .classes = 1,
+    /* A line of words has one owner, so with several hosts each has 8 blocks. */
+    uint32_t blocks = request->hosts > 1 ? 8 * request->hosts : request->blocks;
+    struct kvp_request wanted = {.blocks = blocks, .workers = request->workers + 1, .classes = 1,
                                  .hosts = request->hosts, .host = 0};
     kvp_pool *pool;
 
     standins_reset();
+    parts = 0;
     lines = request->lines ? request->lines : 1;
     wanted.stride[0] = lines * KVP_LINE;
     int status = kvp_pool_create("explore:", &wanted, "lru", &pool);
     EX_CHECK(status == KVP_OK, "the pool cannot be made: %d", status);
     label(pool);
     label_host(pool);
+    if (blocks > request->blocks)
+        world_hoard(0, request->blocks);
     return pool;
+}
+
+void world_hoard(uint32_t host, uint32_t leave)
+{
+    uint32_t number[8];
+
+    EX_CHECK(kvp_reserve(world_join(host), 0, 8 - leave, number) == KVP_OK, "no %u blocks to hoard", 8 - leave);
 }
 
 kvp_pool *world_join(uint32_t host)
@@ -67,17 +85,26 @@ kvp_pool *world_join(uint32_t host)
     return pool;
 }
 
+/* When a thread has ended only what its handle holds is left of it. */
+static void play(void *argument)
+{
+    const struct part *mine = argument;
+
+    mine->run(mine->pool);
+    world_merge(mine->pool, UINT64_MAX);
+}
+
 int world_spawn(kvp_pool *pool, void (*run)(void *), unsigned flags)
 {
-    int thread = ex_spawn((int)pool->host, run, pool, flags);
+    struct part *mine = &part[parts++];
 
-    pool_of[thread] = pool;
-    return thread;
+    *mine = (struct part){pool, run};
+    return ex_spawn((int)pool->host, play, mine, flags);
 }
 
 void world_died(int thread)
 {
-    standins_mark_dead(thread, &pool_of[thread]->keeper);
+    standins_mark_dead(thread, &part[thread].pool->keeper);
 }
 
 static uint64_t hash_bytes(uint64_t hash, const void *p, uint64_t bytes)
@@ -134,17 +161,20 @@ static void fill(kvp_pool *pool, uint32_t number, uint32_t k)
     kvp_fill(pool, 0, number, bytes, (uint64_t)lines * KVP_LINE);
 }
 
-uint64_t world_put(kvp_pool *pool, uint32_t k)
+int world_put(kvp_pool *pool, uint32_t k, uint32_t n)
 {
-    struct kvp_key key = world_key(k);
-    uint32_t number;
-    uint64_t ref = 0;
+    struct kvp_key key[BATCH];
+    uint32_t number[BATCH];
+    uint64_t ref[BATCH];
 
-    if (kvp_reserve(pool, 0, 1, &number) != KVP_OK)
+    if (kvp_reserve(pool, 0, n, number) != KVP_OK)
         return 0;
-    fill(pool, number, k);
-    kvp_publish(pool, 0, &number, &key, 1, &ref);
-    return ref;
+    for (uint32_t i = 0; i < n; i++) {
+        key[i] = world_key(k + i);
+        fill(pool, number[i], k + i);
+    }
+    int64_t published = kvp_publish(pool, 0, number, key, n, ref);
+    return published < 0 ? 0 : (int)published;
 }
 
 void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
@@ -158,16 +188,19 @@ void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
     }
 }
 
-int world_use(kvp_pool *pool, uint32_t k)
+int world_use(kvp_pool *pool, uint32_t k, uint32_t n)
 {
-    struct kvp_key key = world_key(k);
-    uint64_t ref = 0;
+    struct kvp_key key[BATCH];
+    uint64_t ref[BATCH] = {0};
 
-    if (kvp_match(pool, 0, &key, 1, &ref) != 1)
-        return 0;
-    world_look(pool, ref, k);
-    kvp_unpin_refs(pool, &ref, 1);
-    return 1;
+    for (uint32_t i = 0; i < n; i++)
+        key[i] = world_key(k + i);
+    int64_t pinned = kvp_match(pool, 0, key, n, ref);
+    for (int64_t i = 0; i < pinned; i++)
+        world_look(pool, ref[i], k + (uint32_t)i);
+    if (pinned > 0)
+        kvp_unpin_refs(pool, ref, (uint32_t)pinned);
+    return pinned < 0 ? 0 : (int)pinned;
 }
 
 int world_read(kvp_pool *pool, uint32_t k)
@@ -190,6 +223,25 @@ int world_read(kvp_pool *pool, uint32_t k)
 int world_recover(kvp_pool *pool)
 {
     return standins_look_around(&pool->keeper);
+}
+
+/* The end of the oracles' memory: a bit for each key that is there. */
+#define THERE (((uint64_t *)(void *)ex_ghost)[EX_GHOST_BYTES / 8 - 1])
+
+void world_remember(kvp_pool *pool, uint32_t keys)
+{
+    for (uint32_t k = 0; k < keys; k++)
+        if (world_use(pool, k, 1))
+            THERE |= 1ull << k;
+}
+
+void world_compare(kvp_pool *pool, uint32_t keys)
+{
+    kvp_pool_follow(pool);
+    for (uint32_t k = 0; k < keys; k++) {
+        int there = (int)(THERE >> k & 1), found = world_use(pool, k, 1);
+        EX_CHECK(there == found, "key %u: its host has it: %d, host %u finds it: %d", k, there, pool->host, found);
+    }
 }
 
 void world_check(kvp_pool *pool)

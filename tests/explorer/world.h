@@ -8,10 +8,14 @@
 extern uint64_t world_time_ns;
 
 struct world_request {
-    uint32_t blocks, hosts, workers, lines; /* lines of 64 bytes a block; 0: 1 */
+    uint32_t hosts, workers; /* one more worker of each host than is asked for: the hoarder */
+    uint32_t blocks;         /* that a host can use; it has 8 if there are several hosts */
+    uint32_t lines;          /* of 64 bytes a block; 0: 1 */
 };
 /* A new pool; host 0 makes it and is its first worker. */
 kvp_pool *world_make(const struct world_request *request);
+/* Reserve all blocks of the worker's host but `leave`, for a worker that never does anything: a host of few blocks. */
+void world_hoard(uint32_t host, uint32_t leave);
 /* One more worker of a host. */
 kvp_pool *world_join(uint32_t host);
 /* The worker that thread `thread` is: for its death. Spawn it and say so in one. */
@@ -26,16 +30,21 @@ void world_merge(const kvp_pool *pool, uint64_t place);
 struct kvp_key world_key(uint32_t k);
 /* What line `line` of a block under key k holds. */
 uint64_t world_content(uint32_t k, uint32_t line);
-/* Reserve, fill and publish one block under key k: its reference, or 0. */
-uint64_t world_put(kvp_pool *pool, uint32_t k);
-/* Match key k, look at every byte under the pin, unpin. 1 if it was there. */
-int world_use(kvp_pool *pool, uint32_t k);
+/* Reserve, fill and publish a block under each of the keys k to k + n - 1: how many were published. */
+int world_put(kvp_pool *pool, uint32_t k, uint32_t n);
+/* Match keys k to k + n - 1, look at every byte under the pins, unpin. Returns how many were there. */
+int world_use(kvp_pool *pool, uint32_t k, uint32_t n);
 /* Read key k by copy: 1 if it was there. */
 int world_read(kvp_pool *pool, uint32_t k);
 /* The payload of a block must be that of key k, as this thread's host sees it. */
 void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k);
 
 /* ---- afterwards ---- */
+
+/* For threads that are EX_LAST: what one host has, by itself, of keys 0 to n - 1, is what another host, that has caught
+ * up, finds; every byte is looked at. */
+void world_remember(kvp_pool *pool, uint32_t keys);
+void world_compare(kvp_pool *pool, uint32_t keys);
 
 /* Recover whoever died, as the keepers of the host do. */
 int world_recover(kvp_pool *pool);
