@@ -109,7 +109,8 @@ void ex_allow_dirty_invalidate(void);
 /* Private memory that the code under test allocates: zeroed, put back before each run. */
 void *ex_allocate(uint64_t bytes);
 
-/* In threads. */
+/* In threads; in setup the thread is 0. */
+int ex_is_running(void);
 int ex_me(void);
 int ex_my_host(void);
 /* A place where others may come between, for what the scenario itself does: "use the payload". */

@@ -40,7 +40,7 @@ static void insert_setup(void)
     world_spawn(world_join(0), publish, 0);
     world_spawn(world_join(0), publish, 0);
 }
-const struct ex_scenario insert = {.name = "insert", .what = "two workers publish under one key", .setup = insert_setup,
+const struct ex_scenario scenario_insert = {.name = "insert", .what = "two workers publish under one key", .setup = insert_setup,
                                    .check = insert_check, .seconds = 10};
 
 static void insert_crash_setup(void)
@@ -51,6 +51,6 @@ static void insert_crash_setup(void)
     world_spawn(world_join(0), find, 0);
     world_spawn(checker, keeper, EX_LAST);
 }
-const struct ex_scenario insert_crash = {.name = "insert-crash", .what = "the same, one killed at any step, and a reader",
+const struct ex_scenario scenario_insert_crash = {.name = "insert-crash", .what = "the same, one killed at any step, and a reader",
                                          .setup = insert_crash_setup, .check = insert_check, .died = world_died, .crashes = 1,
                                          .seconds = 60};

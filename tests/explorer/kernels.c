@@ -48,7 +48,7 @@ static void message_setup(void)
     ex_spawn(0, send, NULL, 0);
     ex_spawn(1, receive, NULL, 0);
 }
-const struct ex_scenario kernel_message = {.name = "kernel-message", .what = "data, then a flag, to another host",
+const struct ex_scenario scenario_kernel_message = {.name = "kernel-message", .what = "data, then a flag, to another host",
                                            .setup = message_setup, .seconds = 1};
 
 /* ---- pin against evict: one word with generation and state, one slot a pinner ---- */
@@ -162,7 +162,7 @@ static void pin_two_setup(void)
     ex_spawn(1, pinner, (void *)(intptr_t)(1 << 8), 0);
     ex_spawn(1, pinner, (void *)(intptr_t)(1 << 8 | 1), 0);
 }
-const struct ex_scenario kernel_pin = {.name = "kernel-pin", .what = "two pins of one worker against one eviction",
+const struct ex_scenario scenario_kernel_pin = {.name = "kernel-pin", .what = "two pins of one worker against one eviction",
                                        .setup = pin_setup, .check = pin_check, .seconds = 5};
-const struct ex_scenario kernel_pin_two = {.name = "kernel-pin-two", .what = "pins of two workers in one line against one eviction",
+const struct ex_scenario scenario_kernel_pin_two = {.name = "kernel-pin-two", .what = "pins of two workers in one line against one eviction",
                                            .setup = pin_two_setup, .check = pin_check, .seconds = 60};

@@ -49,7 +49,7 @@ static void lapped_setup(void)
     ex_spawn(1, follow, NULL, 0);
     ex_spawn(2, follow, ring, EX_LAST); /* afterwards everything that still stands must be there */
 }
-const struct ex_scenario log_lapped = {.name = "log-lapped", .what = "a ring written over while another host reads it",
+const struct ex_scenario scenario_log_lapped = {.name = "log-lapped", .what = "a ring written over while another host reads it",
                                        .setup = lapped_setup, .seconds = 1};
 
 /* ---- a writer dies ---- */
@@ -98,6 +98,6 @@ static void log_crash_setup(void)
     world_spawn(reader, replay, 0);
     world_spawn(world_join(1), replay, EX_LAST);
 }
-const struct ex_scenario log_crash = {.name = "log-crash", .what = "a writer dies while it appends; its successor goes on",
+const struct ex_scenario scenario_log_crash = {.name = "log-crash", .what = "a writer dies while it appends; its successor goes on",
                                       .setup = log_crash_setup, .check = log_crash_check, .died = world_died, .crashes = 1,
                                       .seconds = 5};

@@ -121,9 +121,9 @@ static void recoverers_setup(void)
     world_spawn(world_join(0), recoverer, EX_ON_CRASH);
 }
 
-const struct ex_scenario ownership = {
+const struct ex_scenario scenario_ownership = {
     .name = "ownership", .what = "a worker that publishes and evicts, killed at any step, beside one that reserves; recovery",
     .setup = ownership_setup, .check = ownership_check, .died = world_died, .crashes = 1, .seconds = 60};
-const struct ex_scenario recoverers = {
+const struct ex_scenario scenario_recoverers = {
     .name = "recoverers", .what = "two workers recover a third, one of them killed too",
     .setup = recoverers_setup, .check = ownership_check, .died = world_died, .crashes = 2, .seconds = 60};

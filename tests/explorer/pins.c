@@ -85,7 +85,7 @@ static void pin_setup(void)
     world_spawn(owner, put_one, 0);
     world_spawn(reader, use_twice, 0);
 }
-const struct ex_scenario pin = {.name = "pin", .what = "a host pins a block of another, which evicts it, and then the new one",
+const struct ex_scenario scenario_pin = {.name = "pin", .what = "a host pins a block of another, which evicts it, and then the new one",
                                 .setup = pin_setup, .check = pin_check, .seconds = 10};
 
 static void pin_after_setup(void)
@@ -95,7 +95,7 @@ static void pin_after_setup(void)
     world_spawn(reader, use_one, 0);
     finish();
 }
-const struct ex_scenario pin_after = {.name = "pin-after", .what = "the same, and what everybody sees afterwards",
+const struct ex_scenario scenario_pin_after = {.name = "pin-after", .what = "the same, and what everybody sees afterwards",
                                       .setup = pin_after_setup, .check = pin_check, .seconds = 10};
 
 static void pin_batch_setup(void)
@@ -104,7 +104,7 @@ static void pin_batch_setup(void)
     world_spawn(owner, put_two, 0);
     world_spawn(reader, use_two, 0);
 }
-const struct ex_scenario pin_batch = {.name = "pin-batch", .what = "a host pins two blocks of another at once, which evicts both",
+const struct ex_scenario scenario_pin_batch = {.name = "pin-batch", .what = "a host pins two blocks of another at once, which evicts both",
                                       .setup = pin_batch_setup, .check = pin_check, .seconds = 10};
 
 static void pin_own_setup(void)
@@ -114,7 +114,7 @@ static void pin_own_setup(void)
     world_spawn(world_join(0), use_one, 0);
     world_spawn(reader, use_one, 0);
 }
-const struct ex_scenario pin_own = {.name = "pin-own", .what = "a worker of the owner and one of another host pin a block",
+const struct ex_scenario scenario_pin_own = {.name = "pin-own", .what = "a worker of the owner and one of another host pin a block",
                                     .setup = pin_own_setup, .check = pin_check, .seconds = 10};
 
 static void copy_setup(void)
@@ -123,7 +123,7 @@ static void copy_setup(void)
     world_spawn(owner, put_one, 0);
     world_spawn(reader, copy_twice, 0);
 }
-const struct ex_scenario copy = {.name = "copy", .what = "a host copies a block of another out, which evicts it",
+const struct ex_scenario scenario_copy = {.name = "copy", .what = "a host copies a block of another out, which evicts it",
                                  .setup = copy_setup, .check = pin_check, .seconds = 10};
 
 static void copy_after_setup(void)
@@ -133,5 +133,5 @@ static void copy_after_setup(void)
     world_spawn(reader, copy_twice, 0);
     finish();
 }
-const struct ex_scenario copy_after = {.name = "copy-after", .what = "the same, and what everybody sees afterwards",
+const struct ex_scenario scenario_copy_after = {.name = "copy-after", .what = "the same, and what everybody sees afterwards",
                                        .setup = copy_after_setup, .check = pin_check, .seconds = 10};

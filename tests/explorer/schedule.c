@@ -355,6 +355,11 @@ void ex_start(void)
     switch_to(&outside, current());
 }
 
+int ex_is_running(void)
+{
+    return ex.phase == RUN;
+}
+
 int ex_me(void)
 {
     return ex.current;

@@ -28,17 +28,20 @@ void *standin_realloc(void *old, size_t bytes)
 }
 
 uint64_t world_time_ns;
+static uint64_t slept_ns[EX_THREADS]; /* each thread's own: time passes for who waits */
 
 int standin_clock_gettime(clockid_t clock, struct timespec *out)
 {
+    uint64_t now = world_time_ns + slept_ns[ex_me()];
+
     (void)clock;
-    *out = (struct timespec){(time_t)(world_time_ns / 1000000000u), (long)(world_time_ns % 1000000000u)};
+    *out = (struct timespec){(time_t)(now / 1000000000u), (long)(now % 1000000000u)};
     return 0;
 }
 
 int standin_sleep(const struct timespec *pause)
 {
-    (void)pause;
+    slept_ns[ex_me()] += (uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec;
     return 0;
 }
 
@@ -93,13 +96,24 @@ void kvp_copy_out(void *to, const void *pool, uint64_t bytes)
 
 static uint8_t *device, *host_memory[EX_HOSTS];
 static uint64_t device_bytes;
+static uint8_t is_made[EX_HOSTS];
 
 void standins_reset(void)
 {
     device = NULL;
     memset(host_memory, 0, sizeof host_memory);
-    ex_private(&world_time_ns, sizeof world_time_ns);
+    memset(is_made, 0, sizeof is_made);
+    memset(slept_ns, 0, sizeof slept_ns);
+    ex_private(is_made, sizeof is_made);
+    ex_private(slept_ns, sizeof slept_ns);
     world_time_ns = 1000000000u;
+}
+
+/* A run makes no regions: machines that join in one have their memory from the start. */
+void standins_add_machine(int machine, uint64_t bytes)
+{
+    if (!host_memory[machine])
+        host_memory[machine] = ex_region(bytes, EX_COHERENT, machine);
 }
 
 int kvp_mapping_create(const char *uri, uint64_t bytes, struct kvp_mapping *out)
@@ -152,13 +166,21 @@ void kvp_mapping_close(struct kvp_mapping *mapping)
     (void)mapping;
 }
 
+/* In setup each host has its own machine; in a run a thread's machine is where it runs, whatever host it wants to be. */
+static uint32_t machine_of(uint32_t host)
+{
+    return ex_is_running() ? (uint32_t)ex_my_host() : host;
+}
+
 int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh)
 {
+    uint32_t machine = machine_of(host);
+
     (void)uuid;
-    *fresh = !host_memory[host];
-    if (*fresh)
-        host_memory[host] = ex_region(bytes, EX_COHERENT, (int)host);
-    *out = (struct kvp_mapping){.base = host_memory[host], .bytes = bytes, .page_bytes = KVP_PAGE, .fd = -1};
+    standins_add_machine((int)machine, bytes);
+    *fresh = !is_made[machine];
+    is_made[machine] = 1;
+    *out = (struct kvp_mapping){.base = host_memory[machine], .bytes = bytes, .page_bytes = KVP_PAGE, .fd = -1};
     return KVP_OK;
 }
 
@@ -169,9 +191,8 @@ void kvp_host_memory_unlock(struct kvp_mapping *mapping)
 
 int kvp_host_memory_remove(const uint8_t uuid[16], uint32_t host)
 {
-    (void)uuid;
-    host_memory[host] = NULL;
-    return KVP_OK;
+    (void)uuid, (void)host; /* a new one under the same name: no scenario needs that */
+    return KVP_E_NOTFOUND;
 }
 
 /* ---- keeper: a lock word says who is alive, the kernel marks it; there is no thread ---- */

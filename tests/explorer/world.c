@@ -5,6 +5,7 @@
 
 enum { BATCH = 4 };
 
+static const struct kvp_layout *first_layout;
 static uint32_t lines;
 static struct part {
     kvp_pool *pool;
@@ -61,6 +62,7 @@ kvp_pool *world_make(const struct world_request *request)
     wanted.stride[0] = lines * KVP_LINE;
     int status = kvp_pool_create("explore:", &wanted, "lru", &pool);
     EX_CHECK(status == KVP_OK, "the pool cannot be made: %d", status);
+    first_layout = &pool->arena.layout;
     label(pool);
     label_host(pool);
     if (blocks > request->blocks)
@@ -92,6 +94,28 @@ static void play(void *argument)
 
     mine->run(mine->pool);
     world_merge(mine->pool, UINT64_MAX);
+}
+
+kvp_pool *world_open(uint32_t host)
+{
+    kvp_pool *pool = NULL;
+
+    return kvp_pool_open("explore:", host, &pool) == KVP_OK ? pool : NULL;
+}
+
+static void play_alone(void *argument)
+{
+    ((const struct part *)argument)->run(NULL);
+    ex_merge(UINT64_MAX);
+}
+
+int world_spawn_machine(int machine, void (*run)(void *), unsigned flags)
+{
+    struct part *mine = &part[parts++];
+
+    *mine = (struct part){NULL, run};
+    standins_add_machine(machine, first_layout->host_bytes);
+    return ex_spawn(machine, play_alone, mine, flags);
 }
 
 int world_spawn(kvp_pool *pool, void (*run)(void *), unsigned flags)

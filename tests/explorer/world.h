@@ -18,7 +18,11 @@ kvp_pool *world_make(const struct world_request *request);
 void world_hoard(uint32_t host, uint32_t leave);
 /* One more worker of a host. */
 kvp_pool *world_join(uint32_t host);
-/* The worker that thread `thread` is: for its death. Spawn it and say so in one. */
+/* In a run: a process that opens the pool as a worker of `host`; NULL if it is refused. Its thread is spawned by
+ * world_spawn_machine: it runs on `machine`, and has no handle before. */
+kvp_pool *world_open(uint32_t host);
+int world_spawn_machine(int machine, void (*run)(void *none), unsigned flags);
+/* A thread that is the worker `pool`. */
 int world_spawn(kvp_pool *pool, void (*run)(void *pool), unsigned flags);
 /* ex_scenario.died: the kernel marks the lock of the worker. */
 void world_died(int thread);
@@ -53,6 +57,7 @@ void world_check(kvp_pool *pool);
 
 /* For standins.c. */
 void standins_reset(void);
+void standins_add_machine(int machine, uint64_t bytes);
 void standins_mark_dead(int thread, const struct kvp_keeper *keeper);
 int standins_look_around(struct kvp_keeper *keeper);
 
