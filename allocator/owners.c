@@ -123,15 +123,6 @@ int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to,
     return kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_TAKING ? -1 : 1;
 }
 
-static void see_offer(struct kvp_arena *arena, uint32_t segment)
-{
-    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
-
-    if (kvp_owner_state(own) == KVP_OWNER_OFFER && kvp_owner_peer(own) < arena->layout.hosts &&
-        kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1)
-        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
-}
-
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
 {
     nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
@@ -154,6 +145,21 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     }
     co_store(&arena->segments[segment], kvp_segment_word(taken < 0 ? KVP_SEGMENT_OFFERED : KVP_SEGMENT_FOREIGN, 0, 0));
     return 0;
+}
+
+/* An offer of ours that was taken is not ours; one that we had begun to take back, and that was then given up, is. */
+static void see_offer(struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
+    enum kvp_owner_state state = kvp_owner_state(own);
+
+    if ((state != KVP_OWNER_OFFER && state != KVP_OWNER_REVOKING) || kvp_owner_peer(own) >= arena->layout.hosts)
+        return;
+    int fate = kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own));
+    if (fate == 1)
+        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+    else if (fate == 0 && state == KVP_OWNER_REVOKING)
+        kvp_owner_revoke(arena, segment);
 }
 
 /* ---- taking ---- */

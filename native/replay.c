@@ -180,6 +180,8 @@ static uint32_t replay_ring(kvp_pool *pool, uint32_t h, uint32_t w, int *lapped)
             return applied;
         }
         apply(pool, kind, word);
+        if (kind == KVP_EVENT_RECOVERED)
+            *lapped = 1; /* the dead may have published without a record: the words say what */
         KVP_CRASH_POINT("replay.applied");
         co_store(position, at + 1);
         if (++applied % AHEAD == 1) {
