@@ -144,7 +144,7 @@ static void lapped_setup(void)
 {
     make(1);
     for (uint32_t i = 0; i + 1 < owner->arena.layout.log_records; i++) /* room for one more record */
-        kvp_log_event(owner, KVP_EVENT_RECOVERED, i, &(struct kvp_key){0, 0});
+        kvp_log_event(owner, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
     world_spawn(owner, put_two, 0);
     world_spawn(reader, follow, 0);
     finish();

@@ -59,7 +59,7 @@ static kvp_pool *writer, *successor, *reader;
 static void write_events(void *pool)
 {
     for (uint32_t k = 0; k < 2; k++)
-        kvp_log_event(pool, KVP_EVENT_RECOVERED, k, &(struct kvp_key){0, 0});
+        kvp_log_event(pool, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
 }
 
 /* Recovers the dead writer and, as whoever gets its slot, goes on with its log. */
