@@ -55,7 +55,6 @@ const char *kvp_mode_name(uint32_t mode)
 
 void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation)
 {
-    nc_will_store(super, sizeof *super);
     nc_store(&super->version, 0); /* not whole, whatever was here before */
     nc_write_back(super, sizeof *super);
     nc_write_fence();
@@ -74,6 +73,7 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 
 void kvp_superblock_seal(struct kvp_superblock *super)
 {
+    nc_will_store(super, sizeof *super); /* has been written, by plain stores */
     nc_write_back(super, sizeof *super);
     nc_write_fence(); /* everything else is there before the version is */
     nc_store(&super->version, KVP_FORMAT);
