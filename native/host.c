@@ -62,6 +62,7 @@ static int look_at(kvp_pool *pool, uint8_t *host_base, const struct kvp_layout *
 
     pool->directory = (struct kvp_entry *)(void *)(host_base + layout->directory_offset);
     pool->homes = layout->directory_homes;
+    kvp_sim_hot(&pool->mapping, layout->payload_offset); /* lines of metadata are few: events are to hit them all the same */
     pool->spilled = (co_u64 *)(void *)(pool->directory + pool->homes * KVP_HOME_ENTRIES);
     return status;
 }

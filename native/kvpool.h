@@ -175,6 +175,13 @@ int64_t kvp_pool_revoke(kvp_pool *pool);
  * were applied. */
 int64_t kvp_pool_follow(kvp_pool *pool);
 
+/* What the simulated cache of our host has done for this process so far. INVALID in another mode than sim. */
+int kvp_pool_line_counts(kvp_pool *pool, struct kvp_sim_counts *out);
+/* Mode sim: a host is reset. All its processes are dead; of what its cache holds dirty, each line reaches the device or is
+ * lost, as the seed has it; its memory is gone. Returns how many lines were lost. INVALID, NOTFOUND, BUSY (a process of it
+ * lives). */
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host);
+
 /* ---- keys ---- */
 
 /* A 128-bit hash of a buffer with a secret: the type of libxxhash's XXH3_128bits_withSecret, which is what the

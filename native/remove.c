@@ -88,6 +88,21 @@ int kvp_pool_remove(const char *uri, int force)
     return status || kind == KVP_MAP_DAX ? status : kvp_mapping_unlink(uri);
 }
 
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host)
+{
+    struct kvp_mapping mapping;
+    uint8_t uuid[16];
+    int64_t lost = kvp_sim_lose_host(uri, host);
+    int status = lost < 0 ? (int)lost : kvp_mapping_open(uri, &mapping);
+
+    if (status)
+        return status;
+    __builtin_memcpy(uuid, ((const struct kvp_superblock *)(const void *)mapping.base)->uuid, sizeof uuid);
+    kvp_mapping_close(&mapping);
+    status = kvp_host_memory_remove(uuid, host);
+    return status && status != KVP_E_NOTFOUND ? status : lost;
+}
+
 int kvp_pool_mode(const char *uri)
 {
     struct kvp_mapping mapping;
@@ -97,7 +112,7 @@ int kvp_pool_mode(const char *uri)
         return status;
     const struct kvp_superblock *super = (const struct kvp_superblock *)(const void *)mapping.base;
     status = mapping.bytes < KVP_PAGE ? kvp_superblock_verify(super, mapping.bytes)
-           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_COHERENT /* whoever opens it says what it is */
+           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_MODE /* whoever opens it says what it is */
                                                                 : (int)super->mode;
     kvp_mapping_close(&mapping);
     return status;

@@ -70,7 +70,11 @@ class Namespace:
         """
         pointer, count = key_buffer(keys)
         hit = Hit(self.pool, self.block_class, count)
-        return hit.hold(self._core.check(self._core.lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.held.refs)))
+        return hit.hold(
+            self._core.check(
+                self._core.lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.held.refs)
+            )
+        )
 
     def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
@@ -99,7 +103,10 @@ class Namespace:
         pointer, count = key_buffer(keys)
         sources, array, length = _pointers(buffers, count, writable=False)
         stored = patiently(
-            lambda: self._core.check(self._core.lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)), timeout
+            lambda: self._core.check(
+                self._core.lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)
+            ),
+            timeout,
         )
         del sources
         return stored
@@ -113,7 +120,11 @@ class Namespace:
         pointer, count = key_buffer(keys)
         targets, array, length = _pointers(buffers, count, writable=True)
         got = np.zeros(count, np.uint8)
-        self._core.check(self._core.lib.kvp_read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)))
+        self._core.check(
+            self._core.lib.kvp_read(
+                self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)
+            )
+        )
         del targets
         return got.astype(np.bool_)
 

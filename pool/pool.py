@@ -147,7 +147,9 @@ class Pool:
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
         hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        return hit.hold(self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted)))))
+        return hit.hold(
+            self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
+        )
 
     def evict(self, count: int, block_class: int = 0) -> int:
         """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""
@@ -198,6 +200,15 @@ class Pool:
         `Busy` while the host's beat changes, `InvalidArgument` for another incarnation than the one that is there.
         """
         return self.core.check(self.core.lib.kvp_pool_fence(self.handle, host, incarnation))
+
+    def line_counts(self) -> dict[str, int]:
+        """Mode sim: what this process has done with cache lines of its host so far: loads, lines written back, and so on.
+
+        Raises `InvalidArgument` in other modes.
+        """
+        raw = self.core.ffi.new("struct kvp_sim_counts *")
+        self.core.check(self.core.lib.kvp_pool_line_counts(self.handle, raw))
+        return {name: int(getattr(raw, name)) for name, _ in self.core.ffi.typeof("struct kvp_sim_counts").fields}
 
     # ---- observation ----
 
@@ -341,7 +352,9 @@ def _adopt(core: Core, out: Any) -> Pool:
 
 def core_of(uri: str) -> Core:
     """The core that a pool was made for. Raises what `open` raises for a URI that leads nowhere."""
-    reader = core("sim" if str(uri).startswith("sim:") else "coherent")
+    if str(uri).startswith("sim:"):
+        return core("sim")
+    reader = core("coherent")
     return core(MODES[reader.check(reader.lib.kvp_pool_mode(_text(uri)))])
 
 

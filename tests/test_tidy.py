@@ -27,6 +27,11 @@ PRIVATE_ATOMICS = {
     "native/pool.c": r"pool->(closed|copies|holders)",  # the handle
     "native/copies.c": r"pool->copies",
     "native/holds.c": r"pool->holders",
+    "native/policy.c": r"pool->used_count",
+    "native/host.c": r"pool->used_count",
+    "coherence/sim.c": r".",  # the simulator is what stands behind the macros
+    "coherence/simhost.c": r".",
+    "coherence/simlock.c": r".",
 }
 # Bulk copies above coherence/ may go to private memory only; one of them is argued.
 INTO_THE_MAPPING = re.compile(r"\b(memcpy|memset|memmove)\s*\(\s*([^,]+),")
@@ -34,6 +39,7 @@ MAPPED = re.compile(r"mapping\.base|->data\b|->words|->tags|->hints|->scores|->s
 ARGUED_COPIES = {
     ("native/pool.c", "pool->mapping.base"),  # a device is wiped before its new pool has a version
     ("native/superblock.c", "super->uuid"),  # likewise: nobody looks before the version is there
+    ("native/host.c", "pool->host_mapping.base"),  # host memory before its host has started, under its lock
 }
 
 
