@@ -55,21 +55,30 @@ class Rack:
     def next_host(self):
         return next(self._turns) % self.hosts
 
-    def environment(self):
-        return {**os.environ, "KVPOOL_RACK": self.name, "KVPOOL_HOST": str(self.next_host())}
+    def environment(self, pool=None):
+        """Of a child process, on the host of that pool or on the next one."""
+        return {**os.environ, "KVPOOL_RACK": self.name, "KVPOOL_HOST": str(pool.host if pool else self.next_host())}
 
     def whole(self, blocks):
         """So many blocks a host, in all."""
         return blocks if self.hosts == 1 else -(-blocks // 8) * 8 * self.hosts
 
-    def create(self, uri, size=None, block="4KiB", **options):
+    def path(self, uri):
+        """The file of a pool; what belongs to it has names that begin so."""
+        return f"/dev/shm/kvpool.{os.getuid()}.{uri.replace(':', '.') if self.is_sim else uri.removeprefix('shm:')}"
+
+    def create_alone(self, uri, size=None, block="4KiB", **options):
         if "blocks" in options:
             options["blocks"] = self.whole(options["blocks"])
         elif size is not None:
             size = kvpool.parse_size(size) * self.hosts
         if self.is_sim:
             options.setdefault("hosts", self.hosts)
-        pool = kvpool.create(uri, size, block, **options)
+        return kvpool.create(uri, size, block, **options)
+
+    def create(self, uri, *sizes, **options):
+        """A pool, with a resident handle on every host."""
+        pool = self.create_alone(uri, *sizes, **options)
         self.residents = {pool.host: pool}
         self.inhabit(uri)
         return pool
