@@ -33,8 +33,8 @@ RACKS = ("coherent", "sim-1", "sim-2", "sim-4")
 class Rack:
     """One coherent machine, or simulated hosts that share a pool.
 
-    Sizes are what one host gets: `create` multiplies them by the number of hosts. It also opens a resident handle on each
-    host, so that deaths there are noticed. `open` takes the hosts in turn, and so do child processes (`environment`).
+    Sizes are what one host gets: `create` multiplies them by the number of hosts. It also opens a resident handle on
+    each host, so that deaths there are noticed. `open` takes the hosts in turn, and so do child processes.
     """
 
     def __init__(self, name="coherent"):

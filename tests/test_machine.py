@@ -12,10 +12,10 @@ import subprocess
 import time
 
 import pytest
+from conftest import Rack
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from conftest import Rack, eventually
 from native_build import CRASH, CRASH_SIM, program
 
 import kvpool
