@@ -399,7 +399,7 @@ def open(uri: str, *, host: int | None = None, mode: str | None = None) -> Pool:
         number = 0
     out = chosen.ffi.new("kvp_pool **")
     try:
-        chosen.check(chosen.lib.kvp_pool_open(_text(uri), max(number, 0) if number >= 0 else 0xFFFFFFFF, out))
+        chosen.check(chosen.lib.kvp_pool_open(_text(uri), number if 0 <= number < 0xFFFFFFFF else 0xFFFFFFFF, out))
         return _adopt(chosen, out)
     except BaseException:
         chosen.lib.kvp_pool_free(out[0])
