@@ -1,4 +1,4 @@
-"""Several hosts in one test: handles of each in this process, others in child processes that can be stopped and killed."""
+"""Several hosts in one test: handles of each in this process, or child processes that can be stopped and killed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ class Hosts:
         return self.pools[host].namespace(IDENTITY)
 
     def chain(self, number, n=8):
-        return next(iter(self.pools.values())).namespace(IDENTITY).keys(range(number * 100000, number * 100000 + 16 * n))
+        ns = next(iter(self.pools.values())).namespace(IDENTITY)
+        return ns.keys(range(number * 100000, number * 100000 + 16 * n))
 
     def child(self, host, body, **options):
         self.children.append(Child(self.uri, host, body, **options))
@@ -133,7 +134,7 @@ class Hosts:
             child.process.communicate()
         for pool in self.pools.values():
             pool.close()
-        counts = self.pools[0].line_counts() if self.mode == "sim" else {}
+        counts = next(iter(self.pools.values())).line_counts() if self.mode == "sim" else {}
         kvpool.remove(self.uri, force=True)
         broken = {name: counts[name] for name in BROKEN if counts.get(name)}
         assert not (broken and self.is_clean), f"{broken}, of {counts}"
