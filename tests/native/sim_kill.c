@@ -6,11 +6,12 @@
  * and readers of host 1 are killed at random while they work on neighbouring lines.
  */
 #define _GNU_SOURCE
-#include "bottom.h"
+#include "tests/native/bottom.h"
 
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 
-enum { BYTES = 1 << 20, LINES = 32, AT = 4096, WRITERS = 2, READERS = 2, CHILDREN = WRITERS + READERS, WORDS = 8 };
+enum { BYTES = 1 << 20, LINES = 8, AT = 4096, WRITERS = 2, READERS = 2, CHILDREN = WRITERS + READERS, WORDS = 8 };
 
 #define MARK() __asm__ volatile("int3" ::: "memory")
 
@@ -139,6 +140,7 @@ static long every_instruction(long stride)
         value++;
         pid_t child = fork();
         if (child == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (ptrace(PTRACE_TRACEME, 0, NULL, NULL))
                 _exit(3);
             one_round(value);
@@ -189,6 +191,7 @@ static pid_t start(int self)
 
     if (child)
         return child;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     alarm(120); /* one that is stuck ends, and is reported */
     if (self < WRITERS)
         write_lines(self);

@@ -1,5 +1,5 @@
 /* sim_lines.c -- mode sim, line by line: what is stale, what is written, what is counted, what a lost host leaves. */
-#include "bottom.h"
+#include "tests/native/bottom.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
