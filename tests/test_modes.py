@@ -16,7 +16,7 @@ def test_simulated_lines(flavour):
     """What is stale, what is written, what is counted, what a lost host leaves."""
     output = build.run([build.program(flavour, "native/sim_lines.c")])
     print(output)
-    assert "simulated: 10 tests passed" in output
+    assert "simulated: 11 tests passed" in output
 
 
 def test_simulated_kills():

@@ -338,6 +338,64 @@ static void test_fork(void)
     kvp_mapping_close(&b);
 }
 
+enum { TURNS = 30000, READERS = 2, WORDS = 8 };
+static co_u32 over;
+
+/* The words of a line are stored from the last to the first, so no snapshot of it falls from the first to the last. */
+static void *write_line(void *argument)
+{
+    const struct kvp_mapping *mapping = argument;
+
+    for (uint64_t turn = 1; turn <= TURNS; turn++) {
+        for (int i = WORDS - 1; i >= 0; i--)
+            nc_store(word_at(mapping, 4096 + 8 * (uint64_t)i), turn);
+        nc_write_back(word_at(mapping, 4096), 8 * WORDS);
+        nc_write_fence(); /* the line before the flag */
+        nc_store(word_at(mapping, 8192), turn);
+        nc_write_back(word_at(mapping, 8192), 8);
+    }
+    co_store32(&over, 1);
+    return NULL;
+}
+
+/* Each reader fetches the line while the other, of the same host, is loading its words. */
+static void *read_line(void *argument)
+{
+    const struct kvp_mapping *mapping = argument;
+
+    while (!co_load32(&over)) {
+        nc_invalidate(word_at(mapping, 8192), 8);
+        nc_full_fence(); /* the flag's load after its invalidate */
+        uint64_t flag = nc_load(word_at(mapping, 8192)), last = flag;
+        nc_invalidate(word_at(mapping, 4096), 8 * WORDS);
+        nc_full_fence(); /* the line's loads after its invalidate */
+        for (int i = 0; i < WORDS; i++) {
+            uint64_t value = nc_load(word_at(mapping, 4096 + 8 * (uint64_t)i));
+            REQUIRE(value >= last, "word %d is %llu after %llu", i, (unsigned long long)value, (unsigned long long)last);
+            last = value;
+        }
+    }
+    return NULL;
+}
+
+static void test_threads(void)
+{
+    struct kvp_mapping mapping[1 + READERS];
+    pthread_t thread[1 + READERS];
+
+    make(&mapping[0], 23);
+    nc_store(word_at(&mapping[0], 4096), 0);
+    for (int i = 1; i <= READERS; i++)
+        join(&mapping[i], 1);
+    for (int i = 0; i <= READERS; i++)
+        REQUIRE(pthread_create(&thread[i], NULL, i ? read_line : write_line, &mapping[i]) == 0, "no thread");
+    for (int i = 0; i <= READERS; i++)
+        pthread_join(thread[i], NULL);
+    REQUIRE(counts(&mapping[0]).conflicts == 0, "no conflict");
+    for (int i = 0; i <= READERS; i++)
+        kvp_mapping_close(&mapping[i]);
+}
+
 static void speed(void)
 {
     enum { BLOCK = 128 << 10, ROUNDS = 2000, SLOTS = 64 };
@@ -385,8 +443,9 @@ int main(void)
     test_names();
     test_before_attach();
     test_fork();
+    test_threads();
     speed();
     kvp_mapping_unlink(uri);
-    printf("%s: 10 tests passed\n", kvp_line_instructions());
+    printf("%s: 11 tests passed\n", kvp_line_instructions());
     return 0;
 }
