@@ -55,5 +55,5 @@ $(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py bindings/*.py* tools
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist bindings/_native.c *.egg-info
+	rm -rf $(VENV) build dist bindings/_coherent.c bindings/_noncoherent.c bindings/_sim.c *.egg-info
 	find . -name '*.so' -delete -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,12 +7,19 @@
  *  - Free lists, hint bits and magazines are hints. The word of a block is the only truth about it.
  *
  * Glossary.
+ *  host       coherence.h; a pool has 1 to 64, each owns segments and has its own workers
+ *  ours       of a segment or block: this host owns it, and so its workers may write its words and bytes
  *  class      the blocks of one size. Block k of a class lies at payload + k * stride: one strided array.
- *  segment    a fixed part of the payload. Each is held by at most one class; a block can be used only while
- *             every segment that it touches is held by its class.
+ *  segment    a fixed part of the payload. Each is owned by one host and held by at most one class; a block can be
+ *             used only by the owner, and only while every segment that it touches is held by its class. Where there are
+ *             many hosts that goes for its line of 8 words as a whole: a line has one writer host.
  *  word       8 bytes per block: {generation:48 | who:12 | state:4}; descriptor, owner and eviction lock in one
  *  reference  8 bytes: {0:2 | generation:30 | class:3 | number:29}; names one publication of one block
  *  tag        16 bytes per block, opaque here: what the layer above calls the block
+ *  label      the copy of a tag in the pool, for hosts that join (many hosts only)
+ *  known      a word that a host remembers of a block, in its own memory, so that lookups read no pool (many hosts only)
+ *  pool memory, host memory   what all hosts map, and what only the processes of one host do. In mode `coherent` both
+ *             lie in the image
  *  score      8 bytes per block, opaque here: what the layer above orders evictions by
  *  magazine   blocks that a worker has claimed in advance, listed in private memory
  *
@@ -37,19 +44,25 @@
 /* cdef: begin */
 enum kvp_limit {
     KVP_CLASSES_MAX = 8,
-    KVP_SEGMENTS_MAX = 64,
+    KVP_SEGMENTS_MAX = 256,
     KVP_MAGAZINE = 64,
     KVP_STRIDE_MIN = 64,              /* the public API asks for 4 KiB at least */
     KVP_BLOCKS_MAX = (1 << 29) - 1,   /* per class */
+    KVP_LEASE_MS = 3000,
+    KVP_LEASE_MS_MIN = 300,
 };
 
 /* What a pool is to be like. Zeros mean: choose. */
 struct kvp_request {
     uint64_t bytes;      /* of the whole mapping; or 0 and blocks is given */
     uint64_t blocks;     /* of class 0, exactly; only with one class */
-    uint32_t workers;    /* slots; 1 to 64; 0: 64 */
+    uint32_t workers;    /* slots of each host; 1 to 64; 0: 64 */
     uint32_t classes;    /* 1 to KVP_CLASSES_MAX */
     uint64_t stride[8];  /* bytes a block of each class; multiples of 64 */
+    uint32_t hosts;      /* 1 to 64; 0: 1. More than 1 only in a build of a mode with many hosts */
+    uint32_t host;       /* which of them creates the pool */
+    uint32_t lease_ms;   /* after which a silent host's lease has lapsed; 0: 3000 */
+    uint32_t quota;      /* segments that a host may own at most, beyond its share at create; 0: no limit */
 };
 
 #define KVP_NO_BLOCK 0xffffffff /* in a list of numbers: nothing here */
@@ -59,47 +72,91 @@ enum kvp_state { KVP_ABSENT, KVP_FREE, KVP_CACHED, KVP_OWN, KVP_LIVE, KVP_EVICTI
 
 /* ---- layout: on-media, immutable after create ---------------------------------------------------------
  *
+ * pool memory:
  *   0        superblock (native/)           one page
- *   slots    workers x struct kvp_slot
- *   pins     workers x pin_slots x 8
- *   logs     workers x log_records x 32
- *   segments segments x 8
- *   per class: words 8, scores 8, tags 16 a block; hints 1 bit, summary 1 bit per 64 hints
- *   directory (native/)                     homes x (256 + 8)
+ *   hosts    hosts x struct kvp_host
+ *   owners   hosts x segments x 8           a row a host, written by it alone, rounded up to lines (as is each below)
+ *   high     hosts x workers x 8            how many pin slots may be in use
+ *   pins     hosts x workers x pin_slots x 8
+ *   logs     hosts x workers x log_records x 32
+ *   per class: words 8; with many hosts labels 16 a block
+ *   host memory, in mode `coherent`
  *   payload                                 page-aligned
+ *
+ * host memory, from host_offset, or from the start of the host's own mapping:
+ *   head     struct kvp_head
+ *   sights   hosts x struct kvp_sight
+ *   slots    workers x struct kvp_slot
+ *   read     hosts x workers x 8            with many hosts: how far each log has been replayed
+ *   segments segments x 8
+ *   per class: scores 8, tags 16, with many hosts known 8 a block; hints 1 bit, summary 1 bit per 64 hints
+ *   directory (native/)                     homes x (256 + 8)
  */
 struct kvp_class_layout {
     uint64_t stride;           /* bytes, a multiple of 64 */
     uint64_t blocks;           /* payload_bytes / stride */
-    uint64_t words_offset;     /* each offset from the start of the mapping, a multiple of 64 */
-    uint64_t scores_offset;
+    uint64_t words_offset;     /* of pool memory; each offset a multiple of 64 */
+    uint64_t labels_offset;    /* with many hosts */
+    uint64_t scores_offset;    /* of host memory, like all that follow */
     uint64_t tags_offset;
+    uint64_t known_offset;     /* with many hosts */
     uint64_t hints_offset;     /* (blocks + 63) / 64 words, then their summary */
-    uint64_t reserved[2];      /* zero */
 };
 _Static_assert(sizeof(struct kvp_class_layout) == 64, "class layout is on-media");
 
 struct kvp_layout {
     uint64_t bytes;            /* length of the image */
-    uint32_t workers;          /* slots, 1..64 */
+    uint32_t hosts;            /* 1..64 */
+    uint32_t workers;          /* slots a host, 1..64 */
     uint32_t classes;          /* 1..8 */
     uint32_t pin_slots;        /* per worker, a multiple of 8 */
     uint32_t log_records;      /* per worker, a power of two */
-    uint32_t segments;         /* 1..64 */
+    uint32_t segments;         /* 1..256 */
+    uint32_t segments_per_host; /* segment s belongs to host min(s / this, hosts - 1) at create */
+    uint32_t lease_ms;
+    uint32_t quota;            /* segments a host, 0: no limit */
     uint32_t reserved0;        /* zero */
     uint64_t segment_bytes;    /* the last segment may be shorter */
-    uint64_t slots_offset;
+    uint64_t hosts_offset;
+    uint64_t owners_offset;
+    uint64_t high_offset;
     uint64_t pins_offset;
     uint64_t logs_offset;
+    uint64_t host_offset;      /* of host memory in the image; 0 where each host has its own */
+    uint64_t host_bytes;       /* of one host's memory */
+    uint64_t sights_offset;    /* of host memory, like the next four */
+    uint64_t slots_offset;
+    uint64_t read_offset;
     uint64_t segments_offset;
     uint64_t directory_offset;
     uint64_t directory_homes;  /* of 16 entries */
     uint64_t payload_offset;
     uint64_t payload_bytes;
-    uint64_t reserved1[3];     /* zero */
     struct kvp_class_layout class[KVP_CLASSES_MAX];
 };
-_Static_assert(sizeof(struct kvp_layout) == 128 + 64 * KVP_CLASSES_MAX, "layout is on-media");
+_Static_assert(sizeof(struct kvp_layout) == 176 + 64 * KVP_CLASSES_MAX, "layout is on-media");
+
+/* Words in 64-byte rows: how many from one row to the next. */
+static inline uint64_t kvp_row(uint64_t words) { return (words + 7) & ~7ull; }
+
+/* The head of host memory. */
+struct kvp_head {
+    co_u64 ready;              /* KVP_HEAD_READY once the host has started; 0 before */
+    co_u64 incarnation;        /* of the host */
+    co_u64 life;               /* of the pool, as last refreshed */
+    co_u64 beaten;             /* CLOCK_BOOTTIME of the last beat */
+    co_u64 fenced;             /* 1: this host was declared lost */
+    co_u32 replayer;           /* worker + 1 that replays logs, or 0 */
+    co_u32 reserved0;          /* zero */
+    co_u64 reserved1[2];       /* zero */
+    co_u64 clock;              /* logical time of accesses and publications, for the policies */
+    co_u64 reserved2[7];       /* zero */
+    co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
+    co_u64 reserved3[7];       /* zero */
+};
+_Static_assert(offsetof(struct kvp_head, clock) == 64, "the clock is contended");
+_Static_assert(sizeof(struct kvp_head) == 192, "host memory is shared by builds");
+#define KVP_HEAD_READY 0x5944414552u
 
 /* Compute a layout. INVALID says which size is wrong and what would do. */
 int kvp_layout_plan(const struct kvp_request *request, struct kvp_layout *out);
@@ -110,6 +167,9 @@ int kvp_layout_check(const struct kvp_layout *layout, uint64_t mapped);
 
 struct kvp_tag {
     co_u64 low, high;
+};
+struct kvp_label {
+    nc_u64 low, high;
 };
 
 static inline uint64_t kvp_word(uint64_t generation, uint32_t who, enum kvp_state state)
@@ -148,8 +208,10 @@ struct kvp_magazine {
 
 struct kvp_class {
     nc_u64 *words;
+    struct kvp_label *labels;
     co_u64 *scores;
     struct kvp_tag *tags;
+    co_u64 *known;
     co_u64 *hints;          /* bit k % 64 of word k / 64: block k is probably FREE */
     co_u64 *summary;        /* bit i % 64 of word i / 64: hints[i] is probably not 0 */
     uint8_t *data;
@@ -163,17 +225,24 @@ struct kvp_class {
 
 struct kvp_arena {
     struct kvp_layout layout;  /* private copy of a checked layout */
-    struct kvp_slot *slots;
+    nc_u64 *owners;            /* of all hosts, as the next three */
+    nc_u64 *pin_high;
     nc_u64 *pins;
     struct kvp_record *logs;
+    struct kvp_head *head;
+    struct kvp_slot *slots;    /* of this host */
+    co_u64 *read;
     co_u64 *segments;
+    struct kvp_roster roster;
     struct kvp_class class[KVP_CLASSES_MAX];
+    uint32_t host;             /* ours */
     uint32_t self;             /* slot of this worker */
     uint32_t incarnation;      /* low 32 bits of the slot's */
     uint32_t *pin_count;       /* private, per pin slot: holders inside this process */
     uint32_t *pin_free;        /* private stack of unused pin slots below pin_top */
     uint32_t pin_free_count;
     uint32_t pin_top;          /* pin slots ever used since the last time none was */
+    uint32_t pin_high_seen;    /* what our pin_high says: at least pin_top */
     uint32_t pins_held;        /* pin slots in use */
     /* Called before a dead worker's block is freed: remove what names it. */
     void (*forget)(void *context, uint32_t block);
@@ -184,11 +253,85 @@ struct kvp_arena {
     void *context;
 };
 
-/* Write the initial words into zeroed memory: one class holds every segment; several hold none yet. */
+/* Write the initial words of pool memory, and the owners, into zeroed memory. */
 void kvp_arena_format(uint8_t *base, const struct kvp_layout *layout);
-/* Set the pointers of a view over `base`. NOSPACE when private memory cannot be had. */
-int kvp_arena_init(struct kvp_arena *arena, uint8_t *base, const struct kvp_layout *layout);
+/* Set the pointers of a view over pool memory `base` and host memory `host_base`. NOSPACE when private memory cannot be
+ * had. */
+int kvp_arena_init(struct kvp_arena *arena, uint8_t *base, uint8_t *host_base, const struct kvp_layout *layout, uint32_t host);
+/* Fill zeroed host memory: which segments are ours and for which class, which blocks are free. What an earlier start
+ * of this host left half done is undone. Nobody else uses the host memory yet. */
+void kvp_arena_start(struct kvp_arena *arena);
 void kvp_arena_free(struct kvp_arena *arena);
+
+/* ---- whose ---- */
+
+enum kvp_segment_state {
+    KVP_SEGMENT_FREE,      /* ours, of no class */
+    KVP_SEGMENT_HELD,      /* ours, of a class */
+    KVP_SEGMENT_ADOPTING,  /* on its way to HELD */
+    KVP_SEGMENT_DRAINING,  /* on its way to FREE */
+    KVP_SEGMENT_FOREIGN,   /* another host's */
+    KVP_SEGMENT_MOVING,    /* a worker of ours gives or takes it; nothing in it may be used */
+    KVP_SEGMENT_OFFERED,   /* given, and not yet seen taken */
+};
+static inline enum kvp_segment_state kvp_segment_state(uint64_t word) { return (enum kvp_segment_state)(word & 255); }
+static inline uint32_t kvp_segment_class(uint64_t word) { return (uint32_t)(word >> 8) & 255; }
+static inline uint32_t kvp_segment_who(uint64_t word) { return (uint32_t)(word >> 16) & 0xffff; }
+static inline uint64_t kvp_segment_word(enum kvp_segment_state state, uint32_t class, uint32_t who)
+{
+    return (uint64_t)state | (uint64_t)class << 8 | (uint64_t)who << 16;
+}
+static inline int kvp_segment_ours(uint64_t word) { return kvp_segment_state(word) <= KVP_SEGMENT_DRAINING; }
+
+/* Segments that must be ours and of the class before a block may be used: those under it, or with many hosts those
+ * under its line of 8 words. */
+static inline void kvp_block_segments(const struct kvp_arena *arena, uint32_t class, uint32_t number, uint32_t *first,
+                                      uint32_t *last)
+{
+    uint64_t stride = arena->class[class].stride, from = number, to = number;
+
+    if (KVP_MANY_HOSTS) {
+        from &= ~7ull, to |= 7;
+        if (to >= arena->class[class].blocks)
+            to = arena->class[class].blocks - 1;
+    }
+    *first = (uint32_t)(from * stride / arena->layout.segment_bytes);
+    *last = (uint32_t)(((to + 1) * stride - 1) / arena->layout.segment_bytes);
+}
+
+/* May this host write the block's word and bytes? */
+static inline int kvp_is_ours(const struct kvp_arena *arena, uint32_t class, uint32_t number)
+{
+    uint32_t s, last;
+
+    if (!KVP_MANY_HOSTS)
+        return 1;
+    for (kvp_block_segments(arena, class, number, &s, &last); s <= last; s++)
+        if (!kvp_segment_ours(co_load(&arena->segments[s])))
+            return 0;
+    return 1;
+}
+
+/* Rows and tables of one host or worker. */
+static inline nc_u64 *kvp_owners(const struct kvp_arena *arena, uint32_t host)
+{
+    return arena->owners + host * kvp_row(arena->layout.segments);
+}
+static inline nc_u64 *kvp_pin_high(const struct kvp_arena *arena, uint32_t host)
+{
+    return arena->pin_high + host * kvp_row(arena->layout.workers);
+}
+static inline nc_u64 *kvp_pins(const struct kvp_arena *arena, uint32_t host, uint32_t worker)
+{
+    return arena->pins + ((uint64_t)host * arena->layout.workers + worker) * arena->layout.pin_slots;
+}
+static inline struct kvp_record *kvp_ring(const struct kvp_arena *arena, uint32_t host, uint32_t worker)
+{
+    return arena->logs + ((uint64_t)host * arena->layout.workers + worker) * arena->layout.log_records;
+}
+
+/* Name a block of ours, for this host and for those that join later; zeros: it has no name. Written back, not fenced. */
+void kvp_set_tag(struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t low, uint64_t high);
 
 /* ---- blocks ---- */
 
@@ -214,8 +357,12 @@ int kvp_lock_block(struct kvp_arena *arena, uint64_t ref);
 void kvp_unlock_block(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Is a block that we have locked pinned by anybody? */
 int kvp_is_pinned(struct kvp_arena *arena, uint32_t class, uint32_t number);
-/* Is this reference's publication readable now? */
+/* Is this reference's publication readable now? By the word as it stands in our cache: that of a foreign block is
+ * refreshed first by whoever asks. */
 int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref);
+/* Drop our cached copy of a foreign block's word, or bytes; a fence of the caller's follows. Nothing for a block of ours. */
+void kvp_refresh_word(const struct kvp_arena *arena, uint64_t ref);
+void kvp_refresh_bytes(const struct kvp_arena *arena, uint64_t ref, uint64_t bytes);
 /* Address of a block's payload; NULL if there is no such block. */
 uint8_t *kvp_block_data(const struct kvp_arena *arena, uint32_t block);
 
@@ -227,6 +374,9 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 /* Undo one pin of each block. Zeros, and blocks that this worker has not pinned, are left alone. */
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 
+/* At each tick: what evictors read of our pins shrinks once none is held. */
+void kvp_pins_tick(struct kvp_arena *arena);
+
 /* Walk all pins of all workers once, for kvp_was_pinned: a hint that saves trying to evict those. */
 void kvp_note_pins(struct kvp_arena *arena);
 static inline int kvp_was_pinned(const struct kvp_arena *arena, uint32_t class, uint32_t number)
@@ -236,12 +386,7 @@ static inline int kvp_was_pinned(const struct kvp_arena *arena, uint32_t class, 
 
 /* ---- segments ---- */
 
-enum kvp_segment_state { KVP_SEGMENT_FREE, KVP_SEGMENT_HELD, KVP_SEGMENT_ADOPTING, KVP_SEGMENT_DRAINING };
-static inline enum kvp_segment_state kvp_segment_state(uint64_t word) { return (enum kvp_segment_state)(word & 255); }
-static inline uint32_t kvp_segment_class(uint64_t word) { return (uint32_t)(word >> 8) & 255; }
-static inline uint32_t kvp_segment_who(uint64_t word) { return (uint32_t)(word >> 16) & 0xffff; }
-
-/* First block, and the one after the last, that touch a segment. */
+/* First block, and the one after the last, whose use depends on a segment. */
 void kvp_segment_blocks(const struct kvp_arena *arena, uint32_t class, uint32_t segment, uint32_t *first, uint32_t *end);
 /* Take a free segment for a class: 1 if one was taken. */
 int kvp_segment_adopt(struct kvp_arena *arena, uint32_t class);
@@ -251,11 +396,60 @@ int kvp_segment_drain(struct kvp_arena *arena, uint32_t class, uint32_t segment)
 /* May block k of this class be handed out: are its segments held, and not being drained? */
 int kvp_block_usable(const struct kvp_arena *arena, uint32_t class, uint32_t number);
 
+/* ---- hand-off between hosts: allocator/owners.c ----
+ * A segment moves empty: every word in it is ABSENT. Its owner is the host whose row has the highest epoch in a state that
+ * holds; each row is written by its own host. A word of a row is {epoch:32 | peer:16 | state:16}.
+ *
+ *    giver                                   taker
+ *    words ABSENT; bytes and words written back; fence
+ *    OFFER(e, taker) ----------------------> TAKING(e); fence; is the offer still there?
+ *    REVOKING(e); fence; look at the taker     yes: refresh all of it; TAKEN(e), and free for use
+ *      TAKING: look again later                no:  ABORTED(e)
+ *      TAKEN(e): gone
+ *      else: ours again, TAKEN(e + 1)
+ */
+enum kvp_owner_state { KVP_OWNER_NONE, KVP_OWNER_TAKEN, KVP_OWNER_OFFER, KVP_OWNER_REVOKING, KVP_OWNER_TAKING,
+                       KVP_OWNER_ABORTED };
+static inline uint64_t kvp_owner_word(uint64_t epoch, uint32_t peer, enum kvp_owner_state state)
+{
+    return epoch << 32 | (uint64_t)peer << 16 | (uint64_t)state;
+}
+static inline uint64_t kvp_owner_epoch(uint64_t word) { return word >> 32; }
+static inline uint32_t kvp_owner_peer(uint64_t word) { return (uint32_t)(word >> 16) & 0xffff; }
+static inline enum kvp_owner_state kvp_owner_state(uint64_t word) { return (enum kvp_owner_state)(word & 0xffff); }
+
+/* The host that owns a segment, by the rows as they stand in our cache; KVP_HOSTS_MAX if a damaged image names none. */
+uint32_t kvp_owner(const struct kvp_arena *arena, uint32_t segment);
+/* Drop our cached copies of the other hosts' rows, and fence. */
+void kvp_owners_refresh(const struct kvp_arena *arena);
+/* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
+int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
+/* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.
+ * Returns how many segments became ours. */
+uint32_t kvp_owners_tick(struct kvp_arena *arena);
+/* Take an offer back that nobody has taken: 1 ours again, 0 it is gone or being taken: ask again later. */
+int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment);
+/* Take the segments of a lost host: it was reset, and the site has named us (kvp_host_adopt comes first). Its published
+ * blocks stay; what it was in the middle of is undone. Returns how many segments. */
+uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost);
+/* What has become of an offer of `epoch` to a host, by its row as it stands in our cache: 1 taken, 0 not, -1 being taken. */
+int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to, uint64_t epoch);
+/* Undo what a former owner, or a worker that died while it moved the segment, left half done in it; then it is HELD by
+ * the class whose blocks it has, or FREE. The caller has it in MOVING. */
+void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment);
+/* Drop our cached copies of all that a segment holds, and fence. */
+void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment);
+/* Segments that are ours. */
+uint32_t kvp_owned(const struct kvp_arena *arena);
+
 /* ---- recovery ---- */
 
 /* Put back all that a dead worker held: blocks, evictions, segments, pins, hints. The caller has claimed the
  * recovery and the worker is gone. Idempotent; others go on. Returns the number of blocks freed. */
 uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead);
+/* What a dead worker left half done of segments, or of moving them, is finished or undone. Parts of kvp_recover. */
+void kvp_recover_owners(struct kvp_arena *arena, uint32_t dead);
+void kvp_recover_segments(struct kvp_arena *arena, uint32_t dead);
 
 /* ---- check ---- */
 

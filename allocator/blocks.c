@@ -13,6 +13,19 @@ static void set_hint(struct kvp_class *class, uint32_t number)
     co_or(&class->summary[at / 64], 1ull << at % 64);
 }
 
+void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high)
+{
+    struct kvp_class *class = &arena->class[c];
+
+    co_store(&class->tags[number].low, low);
+    co_store(&class->tags[number].high, high);
+    if (!KVP_MANY_HOSTS || !kvp_is_ours(arena, c, number))
+        return;
+    nc_store(&class->labels[number].low, low);
+    nc_store(&class->labels[number].high, high);
+    nc_write_back(&class->labels[number], sizeof class->labels[number]);
+}
+
 static void release(struct kvp_class *class, uint32_t number)
 {
     uint64_t word = nc_load_relaxed(&class->words[number]);
@@ -180,6 +193,22 @@ int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)
     return kvp_word_state(word) == KVP_LIVE && kvp_ref(block, kvp_word_generation(word)) == ref;
 }
 
+void kvp_refresh_word(const struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+
+    if (!kvp_is_ours(arena, c, number))
+        nc_invalidate(&arena->class[c].words[number], 8);
+}
+
+void kvp_refresh_bytes(const struct kvp_arena *arena, uint64_t ref, uint64_t bytes)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+
+    if (!kvp_is_ours(arena, c, number))
+        nc_invalidate(arena->class[c].data + number * arena->class[c].stride, bytes);
+}
+
 /* ---- eviction ---- */
 
 static void strike(struct kvp_class *class, uint32_t number)
@@ -192,23 +221,56 @@ static void note(struct kvp_class *class, uint32_t number)
     class->pinned[number / 64] |= 1ull << number % 64;
 }
 
-/* Visit the block of every pin of every worker. */
+/* Is this host one whose pins are to be read? A fenced one's count no more, unless it is back under a new incarnation;
+ * that is in memory before its first pin. */
+static int pins_count(const struct kvp_arena *arena, uint32_t h)
+{
+    return h == arena->host || !kvp_host_fenced(&arena->roster, h, nc_load(&arena->roster.hosts[h].incarnation));
+}
+
+/* Before the pins of other hosts are read: how many slots may be in use, then those. */
+static void refresh_pins(const struct kvp_arena *arena)
+{
+    const struct kvp_layout *layout = &arena->layout;
+
+    for (uint32_t h = 0; h < layout->hosts; h++)
+        if (h != arena->host) {
+            nc_invalidate(&arena->roster.hosts[h], KVP_LINE);
+            nc_invalidate(kvp_pin_high(arena, h), layout->workers * 8);
+        }
+    nc_full_fence(); /* how far the pins go is read after it was dropped; a pinner raises that before it pins */
+    for (uint32_t h = 0; h < layout->hosts; h++)
+        for (uint32_t w = 0; h != arena->host && w < layout->workers; w++) {
+            uint64_t high = nc_load(kvp_pin_high(arena, h) + w);
+            if (high)
+                nc_invalidate(kvp_pins(arena, h, w), (high < layout->pin_slots ? high : layout->pin_slots) * 8);
+        }
+    nc_full_fence(); /* the pins are read after they were dropped */
+}
+
+static void walk_table(struct kvp_arena *arena, uint32_t h, uint32_t w, void (*visit)(struct kvp_class *class, uint32_t number))
+{
+    const nc_u64 *pins = kvp_pins(arena, h, w);
+    uint64_t high = nc_load(kvp_pin_high(arena, h) + w);
+
+    if (high > arena->layout.pin_slots)
+        high = arena->layout.pin_slots;
+    for (uint64_t i = 0; i < high; i++) {
+        uint64_t pin = nc_load(&pins[i]);
+        uint32_t c = kvp_block_class((uint32_t)pin), number = kvp_block_number((uint32_t)pin);
+        if (pin && c < arena->layout.classes && number < arena->class[c].blocks)
+            visit(&arena->class[c], number);
+    }
+}
+
+/* Visit the block of every pin of every worker of every host. */
 static void walk_pins(struct kvp_arena *arena, void (*visit)(struct kvp_class *class, uint32_t number))
 {
-    for (uint32_t w = 0; w < arena->layout.workers; w++) {
-        const nc_u64 *pins = arena->pins + (uint64_t)w * arena->layout.pin_slots;
-        nc_invalidate(&arena->slots[w].pin_high, 8);
-        uint64_t high = nc_load(&arena->slots[w].pin_high);
-        if (high > arena->layout.pin_slots)
-            high = arena->layout.pin_slots;
-        nc_invalidate(pins, high * 8);
-        for (uint64_t i = 0; i < high; i++) {
-            uint64_t pin = nc_load(&pins[i]);
-            uint32_t c = kvp_block_class((uint32_t)pin), number = kvp_block_number((uint32_t)pin);
-            if (pin && c < arena->layout.classes && number < arena->class[c].blocks)
-                visit(&arena->class[c], number);
-        }
-    }
+    if (KVP_MANY_HOSTS)
+        refresh_pins(arena);
+    for (uint32_t h = 0; h < arena->layout.hosts; h++)
+        for (uint32_t w = 0; w < arena->layout.workers && pins_count(arena, h); w++)
+            walk_table(arena, h, w, visit);
 }
 
 void kvp_note_pins(struct kvp_arena *arena)
@@ -225,7 +287,7 @@ static uint32_t lock_victims(struct kvp_arena *arena, uint32_t c, uint32_t *numb
 
     for (uint32_t i = 0; i < n; i++) {
         uint32_t number = numbers[i];
-        if (number >= class->blocks)
+        if (number >= class->blocks || !kvp_is_ours(arena, c, number))
             continue;
         uint64_t word = nc_load(&class->words[number]);
         if (kvp_word_state(word) != KVP_LIVE)
@@ -245,8 +307,11 @@ int kvp_lock_block(struct kvp_arena *arena, uint64_t ref)
     uint32_t block = (uint32_t)ref, c = kvp_block_class(block), number = kvp_block_number(block);
     uint64_t word = nc_load(&arena->class[c].words[number]);
 
-    return kvp_word_state(word) == KVP_LIVE && kvp_ref(block, kvp_word_generation(word)) == ref &&
-           nc_cas(&arena->class[c].words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_EVICTING));
+    if (!kvp_is_ours(arena, c, number) || kvp_word_state(word) != KVP_LIVE || kvp_ref(block, kvp_word_generation(word)) != ref ||
+        !nc_cas(&arena->class[c].words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_EVICTING)))
+        return 0;
+    nc_write_back(&arena->class[c].words[number], 8);
+    return 1;
 }
 
 void kvp_unlock_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
@@ -282,8 +347,8 @@ uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t c, uint32_t *numbers,
 
     if (!locked)
         return 0;
-    /* Dekker with kvp_pin: EVICTING is visible before the pins are read; the pinner's slot is visible before it
-     * reads the word. One of the two sees the other. */
+    /* Dekker with kvp_pin: EVICTING is visible before the pins are read, or dropped to be read; the pinner's slot is
+     * visible before it reads the word. One of the two sees the other. */
     nc_full_fence();
     walk_pins(arena, strike);
     return keep_unpinned(arena, c, numbers, locked);

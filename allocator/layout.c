@@ -39,36 +39,112 @@ static uint64_t least_stride(const struct kvp_layout *layout)
     return least;
 }
 
+static uint64_t greatest_stride(const struct kvp_layout *layout)
+{
+    uint64_t greatest = 0;
+
+    for (uint32_t i = 0; i < layout->classes; i++)
+        if (layout->class[i].stride > greatest)
+            greatest = layout->class[i].stride;
+    return greatest;
+}
+
+static uint64_t divide_up(uint64_t value, uint64_t by)
+{
+    return (value + by - 1) / by;
+}
+
+/* Segments are what moves between classes and hosts. With many hosts and one class they hold whole lines of 8 words, so
+ * that no block is lost between two owners. */
+static void cut(struct kvp_layout *layout, uint64_t payload)
+{
+    uint64_t stride = greatest_stride(layout), hosts = layout->hosts;
+    uint64_t a_host = clamp(KVP_SEGMENTS_MAX / hosts, 1, KVP_MANY_HOSTS ? 16 : 64), unit = SEGMENT_UNIT, least = stride * 2;
+
+    if (KVP_MANY_HOSTS && layout->classes == 1)
+        unit = least = stride * 8;
+    else if (KVP_MANY_HOSTS)
+        least = stride * 24;
+    uint64_t share = divide_up(divide_up(payload, unit), hosts); /* units a host */
+    layout->segment_bytes = unit * clamp(divide_up(share, a_host), divide_up(least, unit), UINT64_MAX);
+    layout->segments = (uint32_t)divide_up(payload, layout->segment_bytes);
+    layout->segments_per_host = (uint32_t)clamp(divide_up(share * unit, layout->segment_bytes), 1, UINT32_MAX);
+}
+
+/* What the hosts see of each other: from the superblock on. */
+static uint64_t place_rows(struct kvp_layout *layout, uint64_t most_blocks)
+{
+    uint64_t at = SUPERBLOCK_BYTES, workers = (uint64_t)layout->hosts * layout->workers;
+
+    layout->pin_slots = (uint32_t)round_up(clamp(most_blocks / 32, clamp(most_blocks, 8, 1024), 1 << 20), 8);
+    layout->log_records = (uint32_t)power_of_two(clamp(most_blocks / 512, 32, 1 << 13));
+    layout->hosts_offset = at;
+    layout->owners_offset = at += layout->hosts * sizeof(struct kvp_host);
+    layout->high_offset = at += layout->hosts * kvp_row(layout->segments) * 8;
+    layout->pins_offset = at += layout->hosts * kvp_row(layout->workers) * 8;
+    layout->logs_offset = at += workers * layout->pin_slots * 8;
+    return at + workers * layout->log_records * sizeof(struct kvp_record);
+}
+
+static uint64_t place_host_class(struct kvp_class_layout *class, uint64_t at)
+{
+    uint64_t hints = (class->blocks + 63) / 64;
+
+    class->scores_offset = at;
+    class->tags_offset = at += round_up(class->blocks * 8, KVP_LINE);
+    at += round_up(class->blocks * sizeof(struct kvp_tag), KVP_LINE);
+    if (KVP_MANY_HOSTS) {
+        class->known_offset = at;
+        at += round_up(class->blocks * 8, KVP_LINE);
+    }
+    class->hints_offset = at;
+    return at + round_up((hints + (hints + 63) / 64) * 8, KVP_LINE);
+}
+
+/* What the workers of one host share. */
+static void place_host(struct kvp_layout *layout, uint64_t most_blocks)
+{
+    uint64_t at = sizeof(struct kvp_head);
+
+    layout->sights_offset = at;
+    layout->slots_offset = at += round_up(layout->hosts * sizeof(struct kvp_sight), KVP_LINE);
+    at += layout->workers * sizeof(struct kvp_slot);
+    if (KVP_MANY_HOSTS) {
+        layout->read_offset = at;
+        at += round_up((uint64_t)layout->hosts * layout->workers * 8, KVP_LINE);
+    }
+    layout->segments_offset = at;
+    at += round_up((uint64_t)layout->segments * 8, KVP_LINE);
+    for (uint32_t i = 0; i < layout->classes; i++)
+        at = place_host_class(&layout->class[i], at);
+    layout->directory_offset = at = round_up(at, HOME_BYTES);
+    layout->directory_homes = clamp(round_up(most_blocks * 2, HOME_ENTRIES) / HOME_ENTRIES, 4, UINT32_MAX);
+    layout->host_bytes = round_up(at + layout->directory_homes * (HOME_BYTES + 8), KVP_LINE);
+}
+
 /* Lay out everything for a payload of `payload` bytes; returns the length of the image. */
 static uint64_t place(struct kvp_layout *layout, uint64_t payload)
 {
-    uint64_t at = SUPERBLOCK_BYTES, most_blocks = payload / least_stride(layout), stride_max = 0;
+    uint64_t most_blocks = payload / least_stride(layout);
 
     layout->payload_bytes = payload;
-    layout->pin_slots = (uint32_t)round_up(clamp(most_blocks / 32, clamp(most_blocks, 8, 1024), 1 << 20), 8);
-    layout->log_records = (uint32_t)power_of_two(clamp(most_blocks / 512, 32, 1 << 13));
-    layout->slots_offset = at;
-    layout->pins_offset = at += layout->workers * sizeof(struct kvp_slot);
-    layout->logs_offset = at += (uint64_t)layout->workers * layout->pin_slots * 8;
-    layout->segments_offset = at += (uint64_t)layout->workers * layout->log_records * sizeof(struct kvp_record);
-    at += KVP_SEGMENTS_MAX * 8;
+    cut(layout, payload);
+    uint64_t at = place_rows(layout, most_blocks);
     for (uint32_t i = 0; i < layout->classes; i++) {
         struct kvp_class_layout *class = &layout->class[i];
         class->blocks = payload / class->stride;
         class->words_offset = at;
-        class->scores_offset = at += round_up(class->blocks * 8, KVP_LINE);
-        class->tags_offset = at += round_up(class->blocks * 8, KVP_LINE);
-        class->hints_offset = at += class->blocks * 16 + (class->blocks % 4 ? 64 - class->blocks % 4 * 16 : 0);
-        uint64_t hints = (class->blocks + 63) / 64;
-        at += round_up((hints + (hints + 63) / 64) * 8, KVP_LINE);
-        stride_max = class->stride > stride_max ? class->stride : stride_max;
+        at += round_up(class->blocks * 8, KVP_LINE);
+        if (KVP_MANY_HOSTS) {
+            class->labels_offset = at;
+            at += round_up(class->blocks * sizeof(struct kvp_label), KVP_LINE);
+        }
     }
-    at = round_up(at, HOME_BYTES);
-    layout->directory_offset = at;
-    layout->directory_homes = clamp(round_up(most_blocks * 2, HOME_ENTRIES) / HOME_ENTRIES, 4, UINT32_MAX);
-    at += layout->directory_homes * (HOME_BYTES + 8);
-    layout->segment_bytes = round_up(clamp(payload / KVP_SEGMENTS_MAX + 1, stride_max * 2, UINT64_MAX), SEGMENT_UNIT);
-    layout->segments = (uint32_t)((payload + layout->segment_bytes - 1) / layout->segment_bytes);
+    place_host(layout, most_blocks);
+    if (!KVP_MANY_HOSTS) {
+        layout->host_offset = at = round_up(at, HOME_BYTES);
+        at += layout->host_bytes;
+    }
     layout->payload_offset = round_up(at, KVP_PAGE); /* huge pages are the mapping's: no more is needed */
     return layout->bytes = layout->payload_offset + payload;
 }
@@ -83,6 +159,15 @@ static int check_request(const struct kvp_request *request)
         if (request->stride[i] < KVP_STRIDE_MIN || request->stride[i] % KVP_LINE || request->stride[i] > 1ull << 32)
             return kvp_fail(KVP_E_INVALID, "a block of %llu bytes: block sizes are multiples of 64 bytes",
                             (unsigned long long)request->stride[i]);
+    if (!KVP_MANY_HOSTS && (request->hosts > 1 || request->host))
+        return kvp_fail(KVP_E_INVALID, "in mode coherent a pool has one host, number 0: choose another mode for %u hosts",
+                        request->hosts);
+    if (request->hosts > KVP_HOSTS_MAX || (request->host && request->host >= request->hosts))
+        return kvp_fail(KVP_E_INVALID, "host %u of %u: a pool has at most %u hosts, numbered from 0", request->host,
+                        request->hosts, KVP_HOSTS_MAX);
+    if (request->lease_ms && request->lease_ms < KVP_LEASE_MS_MIN)
+        return kvp_fail(KVP_E_INVALID, "a lease of %u ms is shorter than beats can be relied on: at least %d", request->lease_ms,
+                        KVP_LEASE_MS_MIN);
     if (request->bytes > 1ull << 50)
         return kvp_fail(KVP_E_INVALID, "%llu bytes is more than a pool can have (2^50)",
                         (unsigned long long)request->bytes);
@@ -115,6 +200,9 @@ int kvp_layout_plan(const struct kvp_request *request, struct kvp_layout *out)
         return status;
     memset(out, 0, sizeof *out);
     out->workers = request->workers ? request->workers : KVP_WORKERS_MAX;
+    out->hosts = request->hosts ? request->hosts : 1;
+    out->lease_ms = request->lease_ms ? request->lease_ms : KVP_LEASE_MS;
+    out->quota = request->quota;
     out->classes = request->classes;
     uint64_t stride_max = 0;
     for (uint32_t i = 0; i < request->classes; i++) {
@@ -135,6 +223,10 @@ int kvp_layout_plan(const struct kvp_request *request, struct kvp_layout *out)
             return kvp_fail(KVP_E_INVALID, "%llu bytes leave no room for blocks of %llu bytes (metadata takes %llu), or "
                             "make more than %d blocks", (unsigned long long)request->bytes,
                             (unsigned long long)stride_max, (unsigned long long)out->payload_offset, KVP_BLOCKS_MAX);
+    if (out->segments > KVP_SEGMENTS_MAX || (uint64_t)out->segments_per_host * (out->hosts - 1) >= out->segments)
+        return kvp_fail(KVP_E_INVALID, "%llu blocks of up to %llu bytes give each of %u hosts no segment of its own: make the "
+                        "pool larger, or for fewer hosts", (unsigned long long)(payload / stride_max),
+                        (unsigned long long)stride_max, out->hosts);
     out->bytes = round_up(out->bytes, KVP_PAGE);
     return KVP_OK;
 }
@@ -149,9 +241,14 @@ int kvp_layout_check(const struct kvp_layout *layout, uint64_t mapped)
                         (unsigned long long)layout->bytes, (unsigned long long)mapped);
     memset(&again, 0, sizeof again);
     again.workers = layout->workers;
+    again.hosts = layout->hosts;
+    again.lease_ms = layout->lease_ms;
+    again.quota = layout->quota;
     again.classes = layout->classes;
     if (!layout->classes || layout->classes > KVP_CLASSES_MAX || !layout->workers || layout->workers > KVP_WORKERS_MAX)
         return kvp_fail(KVP_E_CORRUPT, "%u classes, %u workers", layout->classes, layout->workers);
+    if (!layout->hosts || layout->hosts > (KVP_MANY_HOSTS ? KVP_HOSTS_MAX : 1) || layout->lease_ms < KVP_LEASE_MS_MIN)
+        return kvp_fail(KVP_E_CORRUPT, "%u hosts, a lease of %u ms", layout->hosts, layout->lease_ms);
     for (uint32_t i = 0; i < layout->classes; i++) {
         uint64_t stride = layout->class[i].stride;
         if (stride < KVP_STRIDE_MIN || stride % KVP_LINE || stride > layout->payload_bytes)

@@ -3,11 +3,11 @@
  * count lets many readers share one slot. */
 #include "allocator/allocator.h"
 
-enum { AHEAD = 16 };
+enum { AHEAD = 16, HIGH_STEP = 64 };
 
 static nc_u64 *own_slots(const struct kvp_arena *arena)
 {
-    return arena->pins + (uint64_t)arena->self * arena->layout.pin_slots;
+    return kvp_pins(arena, arena->host, arena->self);
 }
 
 static int find(const struct kvp_arena *arena, uint64_t ref, uint32_t *c, uint32_t *number)
@@ -17,6 +17,29 @@ static int find(const struct kvp_arena *arena, uint64_t ref, uint32_t *c, uint32
     return *c < arena->layout.classes && *number < arena->class[*c].blocks;
 }
 
+/* Evictors read slots below pin_high: it is raised before the slot is written, both before our fence. In steps, so that
+ * a batch of pins seldom writes its line. */
+static void raise_high(struct kvp_arena *arena)
+{
+    nc_u64 *high = kvp_pin_high(arena, arena->host) + arena->self;
+    uint32_t next = arena->pin_high_seen + HIGH_STEP, all = arena->layout.pin_slots;
+
+    arena->pin_high_seen = next < all ? next : all;
+    nc_store(high, arena->pin_high_seen);
+    nc_write_back(high, 8);
+}
+
+void kvp_pins_tick(struct kvp_arena *arena)
+{
+    nc_u64 *high = kvp_pin_high(arena, arena->host) + arena->self;
+
+    if (arena->pins_held || !arena->pin_high_seen)
+        return;
+    arena->pin_high_seen = 0;
+    nc_store(high, 0);
+    nc_write_back(high, 8);
+}
+
 /* An unused slot, or the capacity if there is none. */
 static uint32_t take_slot(struct kvp_arena *arena)
 {
@@ -24,9 +47,8 @@ static uint32_t take_slot(struct kvp_arena *arena)
         return arena->pin_free[--arena->pin_free_count];
     if (arena->pin_top == arena->layout.pin_slots)
         return arena->layout.pin_slots;
-    /* The evictor reads slots below pin_high: raised before the slot is written, both before our fence. */
-    nc_store(&arena->slots[arena->self].pin_high, arena->pin_top + 1);
-    nc_write_back(&arena->slots[arena->self].pin_high, 8);
+    if (arena->pin_top == arena->pin_high_seen)
+        raise_high(arena);
     return arena->pin_top++;
 }
 
@@ -51,7 +73,8 @@ static int announce(struct kvp_arena *arena, uint64_t ref)
             return kvp_fail(KVP_E_PINS, "all %u pin slots of this worker are in use: release hits", slot);
         nc_store(&own_slots(arena)[slot], (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
         KVP_CRASH_POINT("pin.announced");
-        nc_write_back(&own_slots(arena)[slot], 8);
+        if (!kvp_is_ours(arena, c, number)) /* the owner's own workers see it in the cache that we share */
+            nc_write_back(&own_slots(arena)[slot], 8);
         *mine = slot + 1;
         arena->pin_count[slot] = 0;
         arena->pins_held++;
@@ -74,12 +97,11 @@ static void withdraw(struct kvp_arena *arena, uint64_t ref)
      * pin that is seen too long only delays an eviction. */
     nc_store(&own_slots(arena)[slot], 0);
     KVP_CRASH_POINT("unpin.cleared");
-    nc_write_back(&own_slots(arena)[slot], 8);
+    if (!kvp_is_ours(arena, c, number))
+        nc_write_back(&own_slots(arena)[slot], 8);
     arena->pin_free[arena->pin_free_count++] = slot;
-    if (--arena->pins_held == 0) {
+    if (--arena->pins_held == 0)
         arena->pin_top = arena->pin_free_count = 0;
-        nc_store(&arena->slots[arena->self].pin_high, 0);
-    }
 }
 
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
@@ -94,11 +116,16 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
             break;
         announced++;
     }
+    nc_write_fence(); /* our slots are in memory before a word is dropped, or an old one might be fetched before them */
+    for (uint32_t i = 0; i < announced; i++) {
+        kvp_refresh_word(arena, refs[i]);
+        /* The bytes too, under one fence: a reference comes from a log or a publication that has ended, so they were in
+         * memory before this call began. */
+        kvp_refresh_bytes(arena, refs[i], arena->class[kvp_block_class((uint32_t)refs[i])].stride);
+    }
     /* Dekker with kvp_evict: our slots are visible before we read the words. */
     nc_full_fence();
     for (; valid < announced; valid++) {
-        nc_invalidate(&arena->class[kvp_block_class((uint32_t)refs[valid])]
-                           .words[kvp_block_number((uint32_t)refs[valid])], 8);
         if (!kvp_ref_live(arena, refs[valid])) {
             status = kvp_fail(KVP_E_STALE, "reference %#llx: the block was freed or reused since",
                               (unsigned long long)refs[valid]);

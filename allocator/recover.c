@@ -6,8 +6,6 @@
 #include <stdio.h>
 #include <time.h>
 
-void kvp_recover_segments(struct kvp_arena *arena, uint32_t dead);
-
 static int hint_missing(const struct kvp_class *class, uint32_t number)
 {
     return !(co_load(&class->hints[number / 64]) >> number % 64 & 1) ||
@@ -48,21 +46,24 @@ static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead
     uint64_t freed = 0;
 
     for (uint32_t number = 0; number < class->blocks; number++) {
+        if (!kvp_is_ours(arena, c, number))
+            continue; /* who stands in it is a worker of another host */
         uint64_t word = nc_load(&class->words[number]);
         enum kvp_state state = kvp_word_state(word);
         if (state == KVP_FREE)
             hint_again(class, number); /* the dead may have taken the bit and not the block */
         else if (kvp_word_who(word) == dead && (state == KVP_CACHED || state == KVP_OWN || state == KVP_EVICTING))
             freed += (uint64_t)put_back(arena, c, number, word);
+        /* Lines that the dead left right but not written back are written back too. */
+        if (number % 8 == 7 || number + 1 == class->blocks)
+            nc_write_back(&class->words[number & ~7u], 8);
     }
-    /* Lines that the dead left right but not written back are written back too. */
-    nc_write_back(class->words, (uint64_t)class->blocks * 8);
     return freed;
 }
 
 static void recover_pins(struct kvp_arena *arena, uint32_t dead)
 {
-    nc_u64 *pins = arena->pins + (uint64_t)dead * arena->layout.pin_slots;
+    nc_u64 *pins = kvp_pins(arena, arena->host, dead);
 
     for (uint32_t i = 0; i < arena->layout.pin_slots; i++) {
         uint64_t seen = nc_load(&pins[i]);
@@ -79,6 +80,8 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
 
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         freed += recover_class(arena, c, dead);
+    if (KVP_MANY_HOSTS)
+        kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
     recover_pins(arena, dead);
     return freed;
@@ -125,16 +128,18 @@ static int owner_lives(const struct kvp_arena *arena, uint32_t who)
 
 static int should_be_absent(const struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
-    uint64_t stride = arena->class[c].stride, last = (number * stride + stride - 1) / arena->layout.segment_bytes;
+    uint32_t s, last;
+    int absent = 0;
 
-    for (uint64_t s = number * stride / arena->layout.segment_bytes; s <= last; s++) {
+    for (kvp_block_segments(arena, c, number, &s, &last); s <= last; s++) {
         uint64_t word = co_load(&arena->segments[s]);
-        if (kvp_segment_state(word) == KVP_SEGMENT_FREE || kvp_segment_class(word) != c)
-            return 1;
-        if (kvp_segment_state(word) != KVP_SEGMENT_HELD)
+        enum kvp_segment_state state = kvp_segment_state(word);
+        if (state == KVP_SEGMENT_ADOPTING || state == KVP_SEGMENT_DRAINING)
             return -1; /* on its way: either is right */
+        if (state != KVP_SEGMENT_HELD || kvp_segment_class(word) != c)
+            absent = 1;
     }
-    return 0;
+    return absent;
 }
 
 /* NULL, or which invariant the word breaks. */
@@ -160,6 +165,8 @@ static const char *word_problem(const struct kvp_arena *arena, uint32_t c, uint3
 
 static void check_word(const struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_check *check)
 {
+    if (!kvp_is_ours(arena, c, number))
+        return; /* its owner's workers check it */
     uint64_t word = nc_load(&arena->class[c].words[number]);
     const char *problem = word_problem(arena, c, number, word);
 
@@ -196,17 +203,33 @@ static void check_pin(const struct kvp_arena *arena, uint32_t worker, const nc_u
         kvp_check_fail(check, (uint32_t)seen, "worker %u is gone and still pins block %#x", worker, (uint32_t)seen);
 }
 
-void kvp_arena_check(const struct kvp_arena *arena, struct kvp_check *check)
+static void check_segments(const struct kvp_arena *arena, struct kvp_check *check)
 {
+    if (KVP_MANY_HOSTS)
+        kvp_owners_refresh(arena);
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         uint64_t word = co_load(&arena->segments[s]);
-        if (kvp_segment_state(word) > KVP_SEGMENT_DRAINING || kvp_segment_class(word) >= arena->layout.classes)
+        if (kvp_segment_state(word) > KVP_SEGMENT_OFFERED || kvp_segment_class(word) >= arena->layout.classes)
             kvp_check_fail(check, 0, "segment %u: word %#llx is no state and class", s, (unsigned long long)word);
+        uint32_t owner = kvp_owner(arena, s);
+        for (int again = 0; kvp_segment_ours(word) && owner != arena->host && kvp_check_patience(check, again); again++) {
+            word = co_load(&arena->segments[s]);
+            owner = kvp_owner(arena, s);
+        }
+        if (owner >= arena->layout.hosts)
+            kvp_check_fail(check, 0, "segment %u: no host owns it", s);
+        else if (kvp_segment_ours(word) && owner != arena->host)
+            kvp_check_fail(check, 0, "segment %u: we use it, and host %u owns it", s, owner);
     }
+}
+
+void kvp_arena_check(const struct kvp_arena *arena, struct kvp_check *check)
+{
+    check_segments(arena, check);
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         for (uint32_t number = 0; number < arena->class[c].blocks; number++)
             check_word(arena, c, number, check);
     for (uint32_t w = 0; w < arena->layout.workers; w++)
         for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
-            check_pin(arena, w, &arena->pins[(uint64_t)w * arena->layout.pin_slots + i], check);
+            check_pin(arena, w, &kvp_pins(arena, arena->host, w)[i], check);
 }

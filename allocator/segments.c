@@ -1,28 +1,25 @@
 /* segments.c -- moving whole segments between classes, as demand shifts. */
 #include "allocator/allocator.h"
 
-static uint64_t segment_word(enum kvp_segment_state state, uint32_t class, uint32_t who)
-{
-    return (uint64_t)state | (uint64_t)class << 8 | (uint64_t)who << 16;
-}
-
 void kvp_segment_blocks(const struct kvp_arena *arena, uint32_t c, uint32_t segment, uint32_t *first, uint32_t *end)
 {
     uint64_t stride = arena->class[c].stride, blocks = arena->class[c].blocks;
     uint64_t start = segment * arena->layout.segment_bytes, stop = start + arena->layout.segment_bytes;
     uint64_t last = (stop + stride - 1) / stride;
 
+    if (KVP_MANY_HOSTS) /* a line of words is used as a whole or not at all */
+        start = start / stride / 8 * 8 * stride, last = (last + 7) / 8 * 8;
     *first = (uint32_t)(start / stride < blocks ? start / stride : blocks);
     *end = (uint32_t)(last < blocks ? last : blocks);
 }
 
 int kvp_block_usable(const struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
-    uint64_t stride = arena->class[c].stride, start = number * stride, end = start + stride - 1;
+    uint32_t s, last;
 
-    if (arena->layout.classes == 1)
+    if (arena->layout.classes == 1 && !KVP_MANY_HOSTS)
         return 1;
-    for (uint64_t s = start / arena->layout.segment_bytes; s <= end / arena->layout.segment_bytes; s++) {
+    for (kvp_block_segments(arena, c, number, &s, &last); s <= last; s++) {
         uint64_t word = co_load(&arena->segments[s]);
         enum kvp_segment_state state = kvp_segment_state(word);
         if (kvp_segment_class(word) != c || (state != KVP_SEGMENT_HELD && state != KVP_SEGMENT_ADOPTING))
@@ -57,11 +54,11 @@ int kvp_segment_adopt(struct kvp_arena *arena, uint32_t c)
         /* ADOPTING counts as held in kvp_block_usable: of two workers that adopt neighbours at least one sees the
          * other's locked CAS, so the block on the border is opened. */
         if (kvp_segment_state(seen) != KVP_SEGMENT_FREE ||
-            !co_cas(&arena->segments[s], &seen, segment_word(KVP_SEGMENT_ADOPTING, c, arena->self)))
+            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_ADOPTING, c, arena->self)))
             continue;
         KVP_CRASH_POINT("segment.adopting");
         open_blocks(arena, c, s);
-        co_store(&arena->segments[s], segment_word(KVP_SEGMENT_HELD, c, 0));
+        co_store(&arena->segments[s], kvp_segment_word(KVP_SEGMENT_HELD, c, 0));
         return 1;
     }
     return 0;
@@ -85,18 +82,21 @@ static int close_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
     }
     if (kvp_word_state(word) == KVP_ABSENT)
         return 1;
-    return kvp_word_state(word) == KVP_FREE &&
-           nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_ABSENT));
+    if (kvp_word_state(word) != KVP_FREE ||
+        !nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_ABSENT)))
+        return 0;
+    nc_write_back(&class->words[number], 8);
+    return 1;
 }
 
 int kvp_segment_drain(struct kvp_arena *arena, uint32_t c, uint32_t segment)
 {
-    uint64_t seen = segment_word(KVP_SEGMENT_HELD, c, 0);
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_HELD, c, 0);
     uint32_t number, end;
     int empty = 1;
 
     kvp_spill(arena);
-    if (!co_cas(&arena->segments[segment], &seen, segment_word(KVP_SEGMENT_DRAINING, c, arena->self)))
+    if (!co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_DRAINING, c, arena->self)))
         return 0;
     KVP_CRASH_POINT("segment.draining");
     kvp_segment_blocks(arena, c, segment, &number, &end);
@@ -105,10 +105,10 @@ int kvp_segment_drain(struct kvp_arena *arena, uint32_t c, uint32_t segment)
         KVP_CRASH_POINT("segment.closed");
     }
     if (empty) {
-        co_store(&arena->segments[segment], segment_word(KVP_SEGMENT_FREE, 0, 0));
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
         return 1;
     }
-    co_store(&arena->segments[segment], segment_word(KVP_SEGMENT_HELD, c, 0));
+    co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_HELD, c, 0));
     /* Dekker with whoever gives back or adopts the neighbour: HELD is visible before we read the neighbour's word,
      * or both leave the block on the border closed. */
     nc_full_fence();
@@ -126,10 +126,10 @@ void kvp_recover_segments(struct kvp_arena *arena, uint32_t dead)
         if ((state != KVP_SEGMENT_ADOPTING && state != KVP_SEGMENT_DRAINING) || kvp_segment_who(word) != dead ||
             c >= arena->layout.classes)
             continue;
-        co_cas(&arena->segments[s], &word, segment_word(KVP_SEGMENT_HELD, c, 0));
+        co_cas(&arena->segments[s], &word, kvp_segment_word(KVP_SEGMENT_HELD, c, 0));
         open_blocks(arena, c, s);
     }
-    for (uint32_t s = 0; s < arena->layout.segments && arena->layout.classes > 1; s++) {
+    for (uint32_t s = 0; s < arena->layout.segments && (arena->layout.classes > 1 || KVP_MANY_HOSTS); s++) {
         uint64_t word = co_load(&arena->segments[s]);
         if (kvp_segment_state(word) == KVP_SEGMENT_HELD && kvp_segment_class(word) < arena->layout.classes)
             open_blocks(arena, kvp_segment_class(word), s); /* died after HELD and before the last block opened */

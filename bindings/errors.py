@@ -8,6 +8,7 @@ __all__ = [
     "Corrupt",
     "Error",
     "Exists",
+    "Fenced",
     "Foreign",
     "Forked",
     "InvalidArgument",
@@ -26,6 +27,8 @@ __all__ = [
     "SystemFailure",
     "Truncated",
     "VersionMismatch",
+    "WrongHost",
+    "WrongMode",
     "WrongThread",
 ]
 
@@ -123,6 +126,24 @@ class Busy(Error):
     """Live workers use the pool."""
 
     code = -18
+
+
+class WrongMode(Error):
+    """The pool was made for another mode (coherent, noncoherent, sim): open it in its own."""
+
+    code = -19
+
+
+class WrongHost(Error):
+    """No such host in the pool, or its identity belongs to another machine."""
+
+    code = -23
+
+
+class Fenced(Error):
+    """This host was declared lost and what it owned is another's: close the pool and open it again."""
+
+    code = -24
 
 
 class Closed(Error):

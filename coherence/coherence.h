@@ -50,10 +50,13 @@ enum kvp_status {
     KVP_E_TRUNCATED = -16, /* the memory is shorter than the image says */
     KVP_E_REPLACED = -17,  /* the pool was removed or made anew under this name */
     KVP_E_BUSY = -18,      /* live workers use it */
+    KVP_E_MODE = -19,      /* made for another mode than this build's */
     /* the handle */
     KVP_E_CLOSED = -20,    /* the handle is closed */
     KVP_E_FORKED = -21,    /* the handle belongs to the parent process */
     KVP_E_NOSLOT = -22,    /* every worker slot is taken by a live process */
+    KVP_E_HOST = -23,      /* no such host, or its identity is another machine's */
+    KVP_E_FENCED = -24,    /* this host was declared lost: what it owned is another's */
     /* blocks */
     KVP_E_FULL = -30,      /* no block is free and nothing may be evicted */
     KVP_E_RANGE = -31,     /* no such class or block number */
@@ -270,11 +273,9 @@ struct kvp_slot {
     co_u64 pid_space;    /* inode of the PID namespace */
     co_u64 reserved1;    /* zero */
     co_u64 joined;       /* CLOCK_REALTIME at join, nanoseconds */
-    nc_u64 pin_high;     /* pin slots [0, pin_high) may be in use */
-    nc_u64 reserved2[7];
+    co_u64 reserved2[8]; /* zero */
     co_u64 counter[KVP_COUNTERS]; /* statistics, written by this worker alone, never reset */
 };
-_Static_assert(offsetof(struct kvp_slot, pin_high) == 64, "pins are on a line of their own");
 _Static_assert(offsetof(struct kvp_slot, counter) == 128, "counters start a line");
 _Static_assert(sizeof(struct kvp_slot) == 128 + 8 * KVP_COUNTERS, "slot layout");
 
@@ -309,21 +310,99 @@ uint64_t kvp_boot_id(void);
 /* Changes in a child after fork(); compare with the value at open. */
 uint64_t kvp_fork_count(void);
 
+/* ---- hosts -------------------------------------------------------------------------------------------
+ * One slot per host, in the pool, written by that host alone. A host is present while its `beat` changes: each of its
+ * workers' keepers sees to it. Others watch the beats and measure on their own CLOCK_MONOTONIC how long one has stood
+ * still, so no clocks are compared, set or trusted: a step of a wall clock changes nothing, and an observer that was
+ * suspended has not counted that time. A lease that is said to have lapsed has been silent for at least
+ * lease_ms - KVP_TICK_MS by the observer's clock, and a silent one is noticed within lease_ms + 2 * KVP_TICK_MS.
+ *
+ * A lapsed lease proves nothing: the host may wake up. Its blocks stay readable, its pins count, and nothing of it is
+ * reused. Only a *fence*, the word of a site's power or fabric control that the host has been reset and that its stores
+ * reach the pool no more, ends that: it names one adopter, which writes the lost incarnation into its own row `adopted`.
+ * A host whose own beat is late looks for its incarnation there before it publishes.
+ *
+ * Invariants: incarnation grows with each start of the host, and is in memory before anything else of that start;
+ *             adopted[h] never exceeds the incarnation of host h.
+ */
+#define KVP_HOSTS_MAX 64u
+
+struct kvp_host {
+    nc_u64 incarnation;  /* 0: never joined */
+    nc_u64 beat;         /* changes while a worker of the host runs */
+    nc_u64 machine;      /* hash of the machine's id; in mode sim, of the host's number */
+    nc_u64 boot;         /* hash of its boot id: another one is a reset machine */
+    nc_u64 left;         /* 1: its last worker left in order and wrote everything back */
+    nc_u64 tables;       /* pins and logs of workers [0, tables) may be in use; only grows */
+    nc_u64 wanted;       /* segments that it asks for */
+    nc_u64 claim;        /* random: who won, should two machines claim this identity at once */
+    nc_u64 adopted[KVP_HOSTS_MAX]; /* incarnation of each host that this one has adopted */
+};
+_Static_assert(offsetof(struct kvp_host, adopted) == KVP_LINE, "what is watched is one line");
+_Static_assert(sizeof(struct kvp_host) == KVP_LINE + 8 * KVP_HOSTS_MAX, "host slot layout");
+
+/* What the workers of one host have seen of another; in their host's own memory. */
+struct kvp_sight {
+    co_u64 beat;         /* last seen */
+    co_u64 since;        /* CLOCK_MONOTONIC when it was first seen, nanoseconds; 0: not looked at yet */
+    co_u64 incarnation;  /* as last seen */
+    co_u64 fenced;       /* highest incarnation that somebody has adopted */
+};
+
+/* cdef: begin */
+enum kvp_host_state {
+    KVP_HOST_FREE,       /* nobody has been this host yet */
+    KVP_HOST_PRESENT,    /* its beat changes */
+    KVP_HOST_LAPSED,     /* silent for longer than the lease: readable, not reusable */
+    KVP_HOST_FENCED,     /* adopted: what it owned is the adopter's */
+    KVP_HOST_LEFT,       /* its last worker left in order */
+};
+/* cdef: end */
+
+/* A worker's view of the hosts. */
+struct kvp_roster {
+    struct kvp_host *hosts;     /* in the pool */
+    struct kvp_sight *sights;   /* in host memory */
+    co_u64 *beaten;             /* in host memory: CLOCK_BOOTTIME of the last beat, nanoseconds */
+    uint64_t incarnation;       /* of our host */
+    uint64_t lease_ns;
+    uint32_t count, self;
+};
+
+/* Become host `self` under a new incarnation. The caller holds the lock of the host's memory, which is new. HOST: the
+ * identity belongs to another machine that is alive or has not been fenced. May wait for one lease to find out. */
+int kvp_host_claim(struct kvp_roster *roster);
+/* Beat, unless another worker of the host has just done so. */
+void kvp_host_beat(struct kvp_roster *roster);
+/* Look at the beats and adoptions of all. */
+void kvp_host_watch(struct kvp_roster *roster);
+enum kvp_host_state kvp_host_state(const struct kvp_roster *roster, uint32_t host);
+/* May we still act as this host? One clock reading if our beat is on time, else a look at all adoptions. OK, FENCED. */
+int kvp_host_assure(struct kvp_roster *roster);
+/* The last worker leaves; everything is written back. */
+void kvp_host_leave(struct kvp_roster *roster);
+/* Is this incarnation of a host known to be fenced? Its pins count no more. */
+int kvp_host_fenced(const struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+/* Write down that we adopt an incarnation of a host: it was reset, and the site has named us. */
+void kvp_host_adopt(struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+
 /* ---- log ---------------------------------------------------------------------------------------------
  * One ring of 32-byte records per worker, written by that worker alone; a record never crosses a line.
  * Readers keep their own position and are told when they were lapped. A torn record is never returned:
- * the header is read before and after the words.
+ * the header is read before and after the words. What a reader has not refreshed reads as not written yet.
  */
 struct kvp_record {
-    nc_u64 header; /* sequence << 1 | committed; the first record is sequence 1 */
+    nc_u64 header; /* sequence << 8 | kind << 1 | committed; the first record is sequence 1 */
     nc_u64 word[3];
 };
 _Static_assert(sizeof(struct kvp_record) == 32, "two records a line");
 
-/* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two). */
-void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, const uint64_t word[3]);
+/* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two); kind is 0 to 127. */
+void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3]);
+/* Invalidate the records from `sequence` on, n of them; a fence of the caller's follows before they are read. */
+void kvp_log_refresh(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t n);
 /* Read record `sequence`: 1 read, 0 not written yet, -1 lapped (*newest gets the sequence that is there). */
-int kvp_log_read(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t word[3],
+int kvp_log_read(const struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned *kind, uint64_t word[3],
                  uint64_t *newest);
 /* The sequence of the newest committed record, 0 for none: where a successor on this slot goes on. */
 uint64_t kvp_log_newest(const struct kvp_record *ring, uint64_t records);

@@ -39,9 +39,12 @@ const char *kvp_strerror(int status)
     case KVP_E_CORRUPT: return "the image is corrupt";
     case KVP_E_TRUNCATED: return "the image is cut short";
     case KVP_E_REPLACED: return "the pool was removed or replaced";
+    case KVP_E_MODE: return "the pool is of another mode";
     case KVP_E_BUSY: return "the pool is in use";
     case KVP_E_CLOSED: return "the pool handle is closed";
     case KVP_E_FORKED: return "the pool handle belongs to the parent process";
+    case KVP_E_HOST: return "not usable as this host";
+    case KVP_E_FENCED: return "this host was declared lost";
     case KVP_E_NOSLOT: return "no free worker slot";
     case KVP_E_FULL: return "the pool is full";
     case KVP_E_RANGE: return "no such block";

@@ -5,13 +5,12 @@
 
 enum { BATCH = 64 };
 
-void kvp_log_event(kvp_pool *pool, int kind, uint64_t ref, const struct kvp_key *key)
+void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key)
 {
-    const struct kvp_layout *layout = &pool->arena.layout;
-    uint64_t word[3] = {ref | (uint64_t)kind << 62, key->low, key->high};
+    uint64_t word[3] = {ref, key->low, key->high};
 
-    kvp_log_append(pool->arena.logs + (uint64_t)pool->arena.self * layout->log_records, layout->log_records,
-                   ++pool->log_sequence, word);
+    kvp_log_append(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records, ++pool->log_sequence,
+                   kind, word);
 }
 
 /* ---- finding ---- */
@@ -20,6 +19,9 @@ int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int p
 {
     uint32_t found = kvp_directory_find(pool, c, keys, n, prefix, refs);
 
+    /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
+    if (KVP_MANY_HOSTS && found < n && kvp_replay(pool))
+        found = kvp_directory_find(pool, c, keys, n, prefix, refs);
     kvp_count(pool, KVP_COUNT_LOOKUPS, n);
     kvp_count(pool, KVP_COUNT_HITS, found);
     return found;
@@ -37,6 +39,8 @@ static int64_t pin(kvp_pool *pool, uint64_t *refs, uint32_t n)
     kvp_lock(pool);
     int64_t pinned = pool->closed ? kvp_fail(KVP_E_CLOSED, "closed") : kvp_pin(&pool->arena, refs, n);
     uint32_t valid = pinned > 0 ? (uint32_t)pinned : 0;
+    if (valid < n && (pinned >= 0 || pinned == KVP_E_STALE))
+        kvp_doubt(pool, refs[valid]);
     memset(refs + valid, 0, (n - valid) * sizeof *refs);
     struct kvp_order order = kvp_order_new(pool, valid);
     kvp_touch_refs(pool, refs, valid, &order);
@@ -103,21 +107,18 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
  * stands under its key or because the directory has no room there. */
 static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref)
 {
-    struct kvp_tag *tag = &pool->arena.class[c].tags[number];
     int status = kvp_future_ref(&pool->arena, c, number, ref);
 
     if (status)
         return status;
-    co_store(&tag->low, key->low);
-    co_store(&tag->high, key->high);
+    kvp_set_tag(&pool->arena, c, number, key->low, key->high);
     KVP_CRASH_POINT("publish.tagged");
     int entered = kvp_directory_insert(pool, key, *ref);
     KVP_CRASH_POINT("publish.entered");
     if (entered == 1)
         return KVP_OK;
     kvp_count(pool, entered ? KVP_COUNT_UNINDEXED : KVP_COUNT_DUPLICATES, 1);
-    co_store(&tag->low, 0);
-    co_store(&tag->high, 0);
+    kvp_set_tag(&pool->arena, c, number, 0, 0);
     *ref = 0;
     return kvp_free(&pool->arena, c, &number, 1);
 }
@@ -128,18 +129,19 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     struct kvp_class *class = &pool->arena.class[c];
     int64_t published = 0;
 
-    nc_write_fence(); /* the payloads are written back before any word says LIVE */
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
         int status = enter(pool, c, numbers[i], &key, &refs[i]);
         if (status)
             return status;
     }
+    nc_write_fence(); /* payloads and labels are in memory before any word says LIVE: readers and adopters trust it */
     for (uint32_t i = n; i-- > 0;) { /* the last first: who sees the first key sees all of them */
         if (!refs[i])
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
         kvp_make_live(&pool->arena, c, numbers[i]);
+        kvp_know(pool, refs[i]);
         published++;
     }
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
@@ -147,7 +149,7 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
         if (!refs[i])
             continue;
         struct kvp_key key = kvp_key_at(keys, i);
-        kvp_log_event(pool, 0, refs[i], &key);
+        kvp_log_event(pool, KVP_EVENT_PUBLISHED, refs[i], &key);
         kvp_candidate_add(pool, c, numbers[i]);
     }
     kvp_count(pool, KVP_COUNT_PUBLISHED, (uint64_t)published);
@@ -189,6 +191,8 @@ int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const
         result = kvp_fail(KVP_E_CLOSED, "closed");
     if (result == KVP_OK)
         result = check_publication(pool, c, numbers, keys, n);
+    if (result == KVP_OK && KVP_MANY_HOSTS)
+        result = kvp_host_assure(&pool->arena.roster); /* who was declared lost while it slept changes nothing any more */
     if (result == KVP_OK) {
         result = publish(pool, c, numbers, keys, n, refs, order);
         memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
@@ -202,18 +206,22 @@ int64_t kvp_publish(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *k
 {
     struct kvp_order order = kvp_order_of_call(pool, n);
 
+    /* What was written through views is in our cache only; who copied in has written it back. */
+    for (uint32_t i = 0; KVP_MANY_HOSTS && i < n && c < pool->arena.layout.classes; i++)
+        if (numbers[i] < pool->arena.class[c].blocks)
+            nc_write_back(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
     return kvp_publish_ordered(pool, c, numbers, keys, n, refs, &order);
 }
 
 /* ---- removing ---- */
 
-static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref)
+int kvp_remove_ours(kvp_pool *pool, uint32_t c, uint64_t ref)
 {
     uint32_t number = kvp_block_number((uint32_t)ref);
 
     if (!kvp_lock_block(&pool->arena, ref))
         return 0; /* evicted since it was found, or by somebody now */
-    kvp_unlink_victim(pool, c, number, 2);
+    kvp_unlink_victim(pool, c, number, KVP_EVENT_REMOVED);
     if (kvp_is_pinned(&pool->arena, c, number)) {
         co_store_relaxed(&pool->arena.class[c].scores[number], 0); /* among the first to go once it is not */
         kvp_unlock_block(&pool->arena, c, number);
@@ -225,6 +233,17 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref)
     return 1;
 }
 
+/* Ours goes at once. Another host's loses its name here, and its owner is asked: it and the others follow at their next
+ * look at our log. */
+static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref, const struct kvp_key *key)
+{
+    if (kvp_is_ours(&pool->arena, c, kvp_block_number((uint32_t)ref)))
+        return kvp_remove_ours(pool, c, ref);
+    kvp_unknow(pool, ref);
+    kvp_log_event(pool, KVP_EVENT_ASKED, ref, key);
+    return 1;
+}
+
 int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 {
     int64_t removed = 0;
@@ -232,12 +251,14 @@ int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 
     if (status)
         return status;
+    kvp_replay(pool); /* what others have published until now goes as well */
     for (uint32_t i = 0; i < n; i++) {
+        struct kvp_key key = kvp_key_at(keys, i);
         uint64_t ref;
-        if (!kvp_directory_find(pool, c, (const uint8_t *)keys + 16 * (size_t)i, 1, 0, &ref))
+        if (!kvp_directory_find(pool, c, &key, 1, 0, &ref))
             continue;
         kvp_lock(pool);
-        removed += pool->closed ? 0 : remove_one(pool, c, ref);
+        removed += pool->closed ? 0 : remove_one(pool, c, ref, &key);
         kvp_unlock(pool);
     }
     kvp_count(pool, KVP_COUNT_REMOVED, (uint64_t)removed);

@@ -19,14 +19,16 @@ static int read_one(kvp_pool *pool, uint64_t ref, void *to, uint64_t bytes)
 {
     const uint8_t *from = kvp_block_data(&pool->arena, (uint32_t)ref);
 
-    nc_invalidate(from, bytes);
+    kvp_refresh_bytes(&pool->arena, ref, bytes);
     nc_read_fence(); /* no line is read before it is dropped */
     kvp_copy_out(to, from, bytes);
-    nc_read_fence(); /* the copy's loads come before the word's */
+    kvp_refresh_word(&pool->arena, ref);
+    nc_read_fence(); /* the copy's loads come before the word's, and that after it was dropped */
     if (kvp_ref_live(&pool->arena, ref))
         return 1;
     memset(to, 0, bytes); /* what was copied may be another tenant's */
     kvp_count(pool, KVP_COUNT_STALE, 1);
+    kvp_doubt(pool, ref);
     return 0;
 }
 
@@ -103,6 +105,7 @@ int64_t kvp_put(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const 
 
     if (status || (status = check_bytes(pool, c, bytes)))
         return status;
+    kvp_replay(pool); /* what others have stored meanwhile is not stored again */
     struct kvp_order order = kvp_order_of_call(pool, n);
     for (uint32_t at = 0; at < n && status >= 0; at += BATCH) {
         uint32_t count = n - at < BATCH ? n - at : BATCH;

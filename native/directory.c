@@ -39,7 +39,7 @@ static uint64_t homes_of(const kvp_pool *pool, const struct kvp_key *key)
 {
     if (co_load(&pool->spilled[first_home(pool, key)]) == 0)
         return KVP_GROUP_HOMES;
-    uint64_t depth = co_load(&pool->super->depth);
+    uint64_t depth = co_load(&pool->arena.head->depth);
     return KVP_GROUP_HOMES + (depth < KVP_DEPTH_MAX ? depth : KVP_DEPTH_MAX);
 }
 
@@ -67,7 +67,7 @@ static int block_exists(const kvp_pool *pool, uint64_t ref)
  * is read; if the block is reused after that, the generation no longer fits when it is pinned or read. */
 static int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
 {
-    return block_exists(pool, ref) && kvp_ref_live(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
+    return block_exists(pool, ref) && kvp_ref_known(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
 }
 
 /* ---- finding ---- */
@@ -131,7 +131,10 @@ static void prefetch_block(const kvp_pool *pool, uint64_t ref)
     if (!block_exists(pool, ref))
         return;
     const struct kvp_class *class = &pool->arena.class[kvp_block_class((uint32_t)ref)];
-    kvp_prefetch(&class->words[kvp_block_number((uint32_t)ref)]);
+    if (KVP_MANY_HOSTS)
+        kvp_prefetch(&class->known[kvp_block_number((uint32_t)ref)]);
+    else
+        kvp_prefetch(&class->words[kvp_block_number((uint32_t)ref)]);
     kvp_prefetch(&class->tags[kvp_block_number((uint32_t)ref)]);
 }
 
@@ -178,7 +181,7 @@ static int is_rival(const kvp_pool *pool, uint32_t c, uint64_t value, const stru
     if (value == 0 || entry_state(value) == KVP_ENTRY_ABORTED || !block_exists(pool, ref) ||
         kvp_block_class((uint32_t)ref) != c || !tag_is(pool, (uint32_t)ref, key))
         return 0;
-    uint64_t word = nc_load(&arena->class[c].words[kvp_block_number((uint32_t)ref)]);
+    uint64_t word = kvp_known_word(arena, c, kvp_block_number((uint32_t)ref));
     uint64_t generation = kvp_word_generation(word);
     if (kvp_word_state(word) == KVP_OWN && kvp_word_who(word) < arena->layout.workers)
         return kvp_ref((uint32_t)ref, kvp_next_generation(generation)) == ref;
@@ -260,9 +263,9 @@ static int is_far(const kvp_pool *pool, const struct kvp_key *key, uint64_t at)
  * counter too high, which costs time and loses nothing. */
 static void announce_spill(kvp_pool *pool, const struct kvp_key *key, uint64_t at)
 {
-    uint64_t depth = co_load(&pool->super->depth), needed = at - KVP_GROUP_HOMES + 1;
+    uint64_t depth = co_load(&pool->arena.head->depth), needed = at - KVP_GROUP_HOMES + 1;
 
-    while (depth < needed && !co_cas(&pool->super->depth, &depth, needed))
+    while (depth < needed && !co_cas(&pool->arena.head->depth, &depth, needed))
         ;
     co_add(&pool->spilled[first_home(pool, key)], 1);
     KVP_CRASH_POINT("insert.spilled");
@@ -317,6 +320,24 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
     return 0;
 }
 
+int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
+{
+    for (uint64_t at = 0; at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; at++) {
+        struct kvp_entry *entry = home(pool, key, at);
+        for (struct kvp_entry *empty; (empty = empty_in(entry));) {
+            uint64_t none = 0;
+            if (is_far(pool, key, at))
+                announce_spill(pool, key, at);
+            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62)) {
+                co_store(&empty->tag, key->high);
+                return 1;
+            }
+            unspill(pool, key, at);
+        }
+    }
+    return 0;
+}
+
 static void forget_in(kvp_pool *pool, const struct kvp_key *key, uint64_t at, uint32_t block)
 {
     struct kvp_entry *entry = home(pool, key, at);
@@ -343,8 +364,8 @@ void kvp_directory_forget(kvp_pool *pool, uint32_t block)
     for (uint64_t i = homes; i-- > 0;) /* the far ones first: unspill may hide them */
         forget_in(pool, &key, i, block);
     KVP_CRASH_POINT("forget.unlinked");
-    co_store(&tag->low, 0); /* only now: a recovery of our recovery must still find the entries */
-    co_store(&tag->high, 0);
+    /* Only now: a recovery of our recovery must still find the entries. */
+    kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
 static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
@@ -369,8 +390,7 @@ void kvp_directory_settle(kvp_pool *pool, uint32_t block)
 
     if (is_named(pool, &key, kvp_ref(block, generation)))
         return;
-    co_store(&tag->low, 0);
-    co_store(&tag->high, 0);
+    kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
 /* ---- checking ---- */
@@ -383,6 +403,8 @@ static int is_findable(const kvp_pool *pool, uint32_t c, uint32_t number, int *u
     uint64_t ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
     struct kvp_key key = {co_load(&class->tags[number].low), co_load(&class->tags[number].high)};
 
+    if (!kvp_is_ours(&pool->arena, c, number))
+        return *unlinked = 0, 1;
     *unlinked = kvp_word_state(word) == KVP_LIVE && key.low == 0 && key.high == 0;
     return kvp_word_state(word) != KVP_LIVE || *unlinked || is_named(pool, &key, ref) ||
            !tag_is(pool, (uint32_t)ref, &key) || nc_load(&class->words[number]) != word;
@@ -426,12 +448,12 @@ static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *e
         return "an entry names a block that does not exist";
     const struct kvp_tag *tag = &pool->arena.class[c].tags[kvp_block_number((uint32_t)ref)];
     struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
-    uint64_t word = nc_load(&pool->arena.class[c].words[kvp_block_number((uint32_t)ref)]);
+    uint64_t word = kvp_known_word(&pool->arena, c, kvp_block_number((uint32_t)ref));
     if (!may_be_named(pool, ref, word) && entry_state(value) != KVP_ENTRY_ABORTED)
         problem = "an entry names a block that is not published";
     else if (kvp_word_state(word) == KVP_LIVE && co_load(&entry->tag) != key.high)
         problem = "the entry of a block has another key";
-    else if (kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
+    else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
         problem = "the key of a block finds another one";
     return co_load(&entry->value) == value ? problem : NULL;
 }

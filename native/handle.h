@@ -12,27 +12,22 @@
 
 struct kvp_superblock {
     uint64_t magic;
-    co_u64 version;            /* KVP_FORMAT once the image is whole; 0 before */
+    nc_u64 version;            /* KVP_FORMAT once the image is whole; 0 before */
     uint64_t fingerprint;      /* sizes of shared structs, byte order: see kvp_fingerprint */
     uint64_t compat, ro_compat, incompat;
     uint8_t uuid[16];
     uint64_t created_ns;       /* CLOCK_REALTIME */
     uint32_t policy;           /* index into the table of policies */
-    uint32_t mode;             /* 0: coherent */
+    uint32_t mode;             /* KVP_COHERENT, KVP_NONCOHERENT or KVP_SIM */
     struct kvp_layout layout;
     uint64_t checksum;         /* FNV-1a over everything above, version taken as KVP_FORMAT */
     /* what changes, on lines of its own */
     uint8_t pad0[1024 - 88 - sizeof(struct kvp_layout)];
-    co_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
+    nc_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
     uint8_t pad1[56];
-    co_u64 clock;              /* logical time of accesses and publications, for the policies */
-    uint8_t pad2[56];
-    co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
-    uint8_t pad3[56];
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
-_Static_assert(offsetof(struct kvp_superblock, clock) == 1088, "the clock is contended");
 _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
 
 /* ---- directory ---------------------------------------------------------------------------------------
@@ -43,7 +38,9 @@ _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
  * So deletion needs no tombstones.
  *
  * An entry is a hint: it counts only if its block's word is LIVE with the same generation and the block's
- * tag is the whole key.
+ * tag is the whole key. With many hosts each has its own directory, in its memory, and `known` stands for the word:
+ * a lookup reads nothing of the pool, and pins and reads find out whether it was right. Blocks that other hosts have
+ * published come in by their logs (replay.c); then several entries of one key may stand.
  */
 struct kvp_entry {
     co_u64 tag;    /* high half of the key */
@@ -109,9 +106,15 @@ void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp
 
 /* ---- the handle ---- */
 
+enum { KVP_USED = 48 };
+
 struct kvp_pool {
     struct kvp_pool *next;     /* of the handles of this process */
     struct kvp_mapping mapping;
+    struct kvp_mapping host_mapping; /* memory of this host; in mode coherent not mapped: it lies in the image */
+    uint64_t used[KVP_USED];   /* foreign blocks that we have used since the last tick: a sample for their owners */
+    uint32_t used_count;
+    uint32_t host;             /* which host we are */
     struct kvp_superblock *super;
     struct kvp_arena arena;
     struct kvp_keeper keeper;
@@ -153,8 +156,13 @@ static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t 
 {
     co_add(&pool->arena.slots[pool->arena.self].counter[counter], n);
 }
+/* The pool's life, as last refreshed. */
+static inline uint64_t kvp_life(const kvp_pool *pool)
+{
+    return KVP_MANY_HOSTS ? co_load(&pool->arena.head->life) : nc_load(&pool->super->life);
+}
 /* A block that we have evicted or hold: its names go, and a record says which kind of end it was. Under the lock. */
-void kvp_unlink_victim(kvp_pool *pool, uint32_t class, uint32_t number, int kind);
+void kvp_unlink_victim(kvp_pool *pool, uint32_t class, uint32_t number, enum kvp_event_kind kind);
 /* One holder less. */
 void kvp_pool_release(kvp_pool *pool);
 /* kvp_directory_find, counted. */
@@ -162,8 +170,57 @@ int64_t kvp_find(kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, i
 /* kvp_publish as a part of a call whose order is given. */
 int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t class, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
                             struct kvp_order *order);
-/* Append to our log; kinds as in struct kvp_event. */
-void kvp_log_event(kvp_pool *pool, int kind, uint64_t ref, const struct kvp_key *key);
+/* Append to our log; kinds as in struct kvp_event. Under the lock. */
+void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key);
+/* Remove a block of ours from under its key: freed, or nameless until its last pin goes. Under the lock. 1 if it was there. */
+int kvp_remove_ours(kvp_pool *pool, uint32_t class, uint64_t ref);
+/* Refresh the words of foreign blocks: what is then read of them is not older than this call. */
+void kvp_refresh_words(kvp_pool *pool);
+
+/* Score of the youngest block in a segment; UINT64_MAX if a block in it is owned: then it cannot be drained. */
+uint64_t kvp_newest_score(const kvp_pool *pool, uint32_t class, uint32_t segment);
+
+/* ---- host.c: this host's part in the pool ---- */
+
+/* Map the memory of our host, and start the host if nobody has: under an exclusive lock of the machine. */
+int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout);
+/* After the worker has its slot. */
+void kvp_host_joined(kvp_pool *pool);
+/* Each tick: beat, watch, replay, take and give segments, tell owners of uses. */
+void kvp_host_tick(kvp_pool *pool);
+/* Before the worker gives its slot back: if it is the last, everything of this host is written back. */
+void kvp_host_part(kvp_pool *pool);
+/* Ask the other hosts for a segment: we had to refuse a reservation. */
+void kvp_host_want(kvp_pool *pool, uint64_t segments);
+
+/* ---- replay.c: the directory of this host follows the logs of the others ---- */
+
+/* Apply what the others have logged since the last time; 0 also if another worker is doing it. Takes the lock at times. */
+uint32_t kvp_replay(kvp_pool *pool);
+/* Compare what is known with all words and labels: a host that starts, or was lapped, or has adopted. */
+void kvp_replica_scan(kvp_pool *pool);
+/* This host has published a block (after it is LIVE), or ended a publication (before its names go). */
+void kvp_know(kvp_pool *pool, uint64_t ref);
+void kvp_unknow(kvp_pool *pool, uint64_t ref);
+/* A reference that was found did not stand: forget it, unless its block is only held for a moment. */
+void kvp_doubt(kvp_pool *pool, uint64_t ref);
+/* Is a reference believed to be readable? No pool line is read where there are many hosts. */
+static inline int kvp_ref_known(const struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+
+    if (!KVP_MANY_HOSTS)
+        return kvp_ref_live(arena, ref);
+    return c < arena->layout.classes && number < arena->class[c].blocks &&
+           co_load(&arena->class[c].known[number]) == kvp_word(ref >> 32, 0, KVP_LIVE);
+}
+/* Which words a directory entry is judged by. */
+static inline uint64_t kvp_known_word(const struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    if (KVP_MANY_HOSTS && !kvp_is_ours(arena, c, number))
+        return co_load(&arena->class[c].known[number]);
+    return nc_load(&arena->class[c].words[number]);
+}
 
 /* ---- directory functions ---- */
 
@@ -177,6 +234,8 @@ static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
 /* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */
 int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
+/* Name a block of another host, whatever else stands under the key: 1, or 0 if there is no room. */
+int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
 /* Finish a removal that died between the entries and the tag: take the tag away if no entry names the block. */
 void kvp_directory_settle(kvp_pool *pool, uint32_t block);
 /* Remove every entry that names this block under its tag, and the tag. The caller owns or holds the block. */
@@ -186,6 +245,7 @@ void kvp_directory_check(kvp_pool *pool, struct kvp_check *check);
 /* ---- superblock functions ---- */
 
 uint64_t kvp_fingerprint(void);
+const char *kvp_mode_name(uint32_t mode);
 /* Write everything but the version. */
 void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation);
 /* Say that the image is whole. */

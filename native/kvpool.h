@@ -20,7 +20,7 @@
 
 /* cdef: begin */
 enum kvp_format {
-    KVP_FORMAT = 2,           /* of the image; 1 was never released */
+    KVP_FORMAT = 3,           /* of the image */
     KVP_KEY_BYTES = 16,
     KVP_SECRET_BYTES = 192,   /* of a namespace */
 };
@@ -44,6 +44,10 @@ enum kvp_counter {
     KVP_COUNT_SPARED,         /* victims found pinned */
     KVP_COUNT_SEGMENTS,       /* segments moved to another class */
     KVP_COUNT_RECOVERY_NS,    /* time spent in recovery */
+    KVP_COUNT_REPLAYED,       /* records of other hosts applied */
+    KVP_COUNT_RESCANS,        /* times that a log had lapped us, and all words were scanned */
+    KVP_COUNT_DOUBTED,        /* references that were found and did not stand */
+    KVP_COUNT_MOVED,          /* segments taken from or given to other hosts, or adopted */
     KVP_COUNTS
 };
 
@@ -64,12 +68,27 @@ struct kvp_info {
     uint64_t segment_bytes;
     uint64_t pin_slots;        /* per worker */
     uint64_t log_records;      /* per worker */
+    uint64_t owned;            /* segments that this host owns */
     uint32_t classes;
-    uint32_t workers;
+    uint32_t workers;          /* slots of each host */
     uint32_t self;             /* slot of this handle */
+    uint32_t hosts;
+    uint32_t host;             /* which of them this is */
+    uint32_t lease_ms;
+    uint32_t quota;            /* segments a host, 0: no limit */
     int kind;                  /* of the mapping */
     char policy[16];
-    char mode[16];             /* "coherent" */
+    char mode[16];             /* "coherent", "noncoherent" or "sim" */
+};
+
+/* A host, as this one sees it. */
+struct kvp_host_info {
+    uint64_t incarnation;      /* 0: never joined */
+    uint64_t fenced;           /* highest incarnation that was adopted */
+    uint64_t silent_ms;        /* since its beat was last seen to change, by our clock */
+    uint64_t segments;         /* that it owns */
+    uint64_t wanted;           /* segments that it asks for */
+    int state;                 /* enum kvp_host_state */
 };
 
 struct kvp_worker_info {
@@ -85,8 +104,16 @@ struct kvp_event {
     uint64_t sequence;         /* within the worker's log, from 1 */
     uint64_t ref;              /* the publication; of a recovery: the worker recovered */
     uint8_t key[16];           /* zeros for a recovery */
-    uint32_t worker;
-    int kind;                  /* 0 published, 1 evicted, 2 removed, 3 worker recovered */
+    uint32_t worker;           /* host * workers a host + slot */
+    int kind;                  /* enum kvp_event_kind */
+};
+enum kvp_event_kind {
+    KVP_EVENT_PUBLISHED,
+    KVP_EVENT_EVICTED,
+    KVP_EVENT_REMOVED,
+    KVP_EVENT_RECOVERED,       /* a dead worker */
+    KVP_EVENT_ASKED,           /* another host asks the owner to remove it */
+    KVP_EVENT_USED,            /* ref and both halves of the key are up to three blocks that another host has used */
 };
 
 /* ---- life of a pool ---- */
@@ -101,8 +128,12 @@ int kvp_pool_commit(kvp_pool *pool);
 /* The three in one. */
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out);
 /* Map a pool that exists, recover what dead workers left if all slots are theirs, join.
- * NOTFOUND, PERMISSION, TRUNCATED, NOTREADY, FOREIGN, OLDER, NEWER, LAYOUT, CORRUPT, REPLACED, NOSLOT. */
-int kvp_pool_open(const char *uri, kvp_pool **out);
+ * `host` is 0 in mode coherent; else which of the pool's hosts this machine is: its first process starts the host, and
+ * may wait for one lease to learn whether the identity is free. NOTFOUND, PERMISSION, TRUNCATED, NOTREADY, FOREIGN, OLDER,
+ * NEWER, LAYOUT, MODE, CORRUPT, REPLACED, NOSLOT, HOST. */
+int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out);
+/* The mode that a pool was made for: 0 coherent, 1 noncoherent, 2 sim; any build reads it. As kvp_pool_open. */
+int kvp_pool_mode(const char *uri);
 /* Give back all that this worker holds and leave; idempotent. The mapping stays readable. */
 int kvp_pool_leave(kvp_pool *pool);
 /* Leave every pool that this process has open: for the end of a program, when other threads may still be reading. */
@@ -124,6 +155,32 @@ void *kvp_pool_base(const kvp_pool *pool);
 int kvp_pool_fd(const kvp_pool *pool);
 /* Walk every structure. Also on a pool in use: what live workers are in the middle of is not reported. */
 int kvp_pool_check(kvp_pool *pool, struct kvp_check *out);
+
+/* ---- hosts ---- */
+
+/* What this host knows of a host. RANGE. */
+int kvp_pool_host(kvp_pool *pool, uint32_t host, struct kvp_host_info *out);
+/* The site's power or fabric control has confirmed that this incarnation of a host was reset, and that nothing it wrote
+ * reaches the pool any more; and it names us as the one that adopts. Its blocks become ours, its pins end. Never call it
+ * on a guess: a host that is alive would go on writing. A host that never joined (incarnation 0) is fenced by the promise
+ * that it will not. Idempotent. Returns how many segments were adopted. RANGE, BUSY (its beat changes), INVALID (another
+ * incarnation). */
+int64_t kvp_pool_fence(kvp_pool *pool, uint32_t host, uint64_t incarnation);
+/* Give a host up to n segments: free ones, else those that have been idle longest, emptied. Returns how many were offered;
+ * the taker takes them at its next tick. RANGE. */
+int64_t kvp_pool_give(kvp_pool *pool, uint32_t host, uint32_t n);
+/* Take back offers that nobody has taken. Returns how many segments are ours again. */
+int64_t kvp_pool_revoke(kvp_pool *pool);
+/* Follow the other hosts now instead of at the next tick: logs, beats, segments offered to us. Returns how many records
+ * were applied. */
+int64_t kvp_pool_follow(kvp_pool *pool);
+
+/* What the simulated cache of our host has done for this process so far. INVALID in another mode than sim. */
+int kvp_pool_line_counts(kvp_pool *pool, struct kvp_sim_counts *out);
+/* Mode sim: a host is reset. All its processes are dead; of what its cache holds dirty, each line reaches the device or is
+ * lost, as the seed has it; its memory is gone. Returns how many lines were lost. INVALID, NOTFOUND, BUSY (a process of it
+ * lives). */
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host);
 
 /* ---- keys ---- */
 

@@ -24,6 +24,10 @@ int kvp_pool_info(kvp_pool *pool, struct kvp_info *out)
     out->classes = layout->classes;
     out->workers = layout->workers;
     out->self = pool->arena.self;
+    out->hosts = layout->hosts;
+    out->host = pool->host;
+    out->lease_ms = layout->lease_ms;
+    out->quota = layout->quota;
     out->kind = pool->mapping.kind;
     for (uint32_t c = 0; c < layout->classes; c++) {
         out->stride[c] = layout->class[c].stride;
@@ -31,11 +35,12 @@ int kvp_pool_info(kvp_pool *pool, struct kvp_info *out)
     }
     for (uint32_t s = 0; s < layout->segments; s++) {
         uint64_t word = co_load(&pool->arena.segments[s]);
-        if (kvp_segment_state(word) != KVP_SEGMENT_FREE && kvp_segment_class(word) < layout->classes)
+        out->owned += (uint64_t)kvp_segment_ours(word);
+        if (kvp_segment_ours(word) && kvp_segment_state(word) != KVP_SEGMENT_FREE && kvp_segment_class(word) < layout->classes)
             out->held[kvp_segment_class(word)]++;
     }
     strncpy(out->policy, pool->policy->name, sizeof out->policy - 1);
-    strncpy(out->mode, "coherent", sizeof out->mode - 1);
+    strncpy(out->mode, kvp_mode_name(KVP_MODE), sizeof out->mode - 1);
     return KVP_OK;
 }
 
@@ -44,6 +49,8 @@ int kvp_pool_states(kvp_pool *pool, uint64_t states[64])
     int status = kvp_enter(pool);
 
     memset(states, 0, 64 * sizeof *states);
+    if (status == KVP_OK)
+        kvp_refresh_words(pool);
     for (uint32_t c = 0; c < pool->arena.layout.classes && status == KVP_OK; c++)
         for (uint32_t number = 0; number < pool->arena.class[c].blocks; number++)
             states[c * 8 + (kvp_word_state(nc_load_relaxed(&pool->arena.class[c].words[number])) & 7)]++;
@@ -64,6 +71,11 @@ int kvp_pool_worker(kvp_pool *pool, uint32_t worker, struct kvp_worker_info *out
     for (int i = 0; i < KVP_COUNTS; i++)
         out->counter[i] = co_load_relaxed(&slot->counter[i]);
     return KVP_OK;
+}
+
+int kvp_pool_line_counts(kvp_pool *pool, struct kvp_sim_counts *out)
+{
+    return kvp_sim_counts_read(&pool->mapping, out);
 }
 
 const char *kvp_pool_uri(const kvp_pool *pool)
@@ -109,11 +121,17 @@ int64_t kvp_events(kvp_pool *pool, uint32_t worker, uint64_t *position, struct k
 
     if (status)
         return status;
-    if (worker >= layout->workers)
-        return kvp_fail(KVP_E_RANGE, "worker %u does not exist: the pool has %u slots", worker, layout->workers);
-    const struct kvp_record *ring = pool->arena.logs + (uint64_t)worker * layout->log_records;
+    if (worker >= layout->workers * layout->hosts)
+        return kvp_fail(KVP_E_RANGE, "worker %u does not exist: the pool has %u slots", worker,
+                        layout->workers * layout->hosts);
+    const struct kvp_record *ring = kvp_ring(&pool->arena, worker / layout->workers, worker % layout->workers);
+    if (worker / layout->workers != pool->host) {
+        kvp_log_refresh(ring, layout->log_records, *position + 1, layout->log_records);
+        nc_read_fence(); /* the records of another host are read after they were dropped */
+    }
     while (count < n) {
-        int read = kvp_log_read(ring, layout->log_records, *position + 1, word, &newest);
+        unsigned kind = 0;
+        int read = kvp_log_read(ring, layout->log_records, *position + 1, &kind, word, &newest);
         if (read == 0)
             break;
         if (read < 0) { /* lapped: go on with the oldest that is surely whole */
@@ -125,8 +143,7 @@ int64_t kvp_events(kvp_pool *pool, uint32_t worker, uint64_t *position, struct k
             continue;
         }
         ++*position;
-        out[count] = (struct kvp_event){.sequence = *position, .ref = word[0] & KVP_REF_MASK, .worker = worker,
-                                        .kind = (int)(word[0] >> 62)};
+        out[count] = (struct kvp_event){.sequence = *position, .ref = word[0], .worker = worker, .kind = (int)kind};
         memcpy(out[count++].key, &word[1], KVP_KEY_BYTES);
     }
     return count;

@@ -59,7 +59,7 @@ int kvp_policy_find(const char *name)
 
 struct kvp_order kvp_order_new(kvp_pool *pool, uint32_t n)
 {
-    uint64_t first = co_add(&pool->super->clock, n);
+    uint64_t first = co_add(&pool->arena.head->clock, n);
 
     if (first != pool->clock_seen)
         pool->foreign = UINT32_MAX;
@@ -91,12 +91,24 @@ static void touch_one(kvp_pool *pool, uint64_t ref, uint64_t stamp)
     co_store_relaxed(score, pool->policy->touch(co_load_relaxed(score), stamp));
 }
 
+/* Uses of other hosts' blocks are told to their owners at the next tick: the first ones since the last. */
+static void note_use(kvp_pool *pool, uint64_t ref)
+{
+    uint32_t at = __atomic_fetch_add(&pool->used_count, 1, __ATOMIC_RELAXED);
+
+    if (at < KVP_USED)
+        pool->used[at] = ref;
+}
+
 void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp_order *order)
 {
     for (uint32_t i = 0; i < n; i++) {
         if (i + AHEAD < n) /* blocks of one call need not be neighbours: no score waits for the one before */
             kvp_prefetch(score_of(pool, refs[i + AHEAD]));
-        if (refs[i])
+        if (KVP_MANY_HOSTS && refs[i] &&
+            !kvp_is_ours(&pool->arena, kvp_block_class((uint32_t)refs[i]), kvp_block_number((uint32_t)refs[i])))
+            note_use(pool, refs[i]);
+        else if (refs[i])
             touch_one(pool, refs[i], kvp_order_stamp(pool, order, i));
     }
     order->done += n;
@@ -137,7 +149,7 @@ static void drop_top(struct kvp_heap *heap)
 /* Note in every class that others have published. */
 static void look_at_clock(kvp_pool *pool)
 {
-    uint64_t clock = co_load(&pool->super->clock);
+    uint64_t clock = co_load(&pool->arena.head->clock);
 
     if (clock != pool->clock_seen)
         pool->foreign = UINT32_MAX;
@@ -167,6 +179,8 @@ static int build(kvp_pool *pool, uint32_t c)
     heap->built = pool->clock_seen;
     heap->count = heap->pops = heap->aside = 0;
     for (uint32_t number = 0; number < class->blocks; number++) {
+        if (!kvp_is_ours(&pool->arena, c, number))
+            continue;
         uint64_t word = nc_load(&class->words[number]);
         if (kvp_word_state(word) == KVP_LIVE)
             heap->item[heap->count++] = (struct kvp_candidate){co_load_relaxed(&class->scores[number]), number};

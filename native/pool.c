@@ -15,7 +15,12 @@ int kvp_enter(kvp_pool *pool)
         return kvp_fail(KVP_E_FORKED, "this handle was opened before a fork: open the pool again in the child");
     if (__atomic_load_n(&pool->closed, __ATOMIC_ACQUIRE) || !pool->joined)
         return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
-    if (co_load(&pool->super->life) != pool->life)
+    if (KVP_MODE == KVP_SIM)
+        kvp_sim_events(&pool->mapping);
+    if (KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced))
+        return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
+                        "again", pool->host);
+    if (kvp_life(pool) != pool->life)
         return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
                         pool->mapping.uri);
     return KVP_OK;
@@ -47,7 +52,7 @@ static void forget(void *context, uint32_t block)
 
 static void drained(void *context, uint32_t block)
 {
-    kvp_unlink_victim(context, kvp_block_class(block), kvp_block_number(block), 1);
+    kvp_unlink_victim(context, kvp_block_class(block), kvp_block_number(block), KVP_EVENT_EVICTED);
     kvp_count(context, KVP_COUNT_EVICTED, 1);
 }
 
@@ -74,6 +79,9 @@ static void on_death(void *context, uint32_t dead)
      * from where a killed thread does not come back. */
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
     uint64_t freed = kvp_recover(&pool->arena, dead);
+    uint32_t replayer = dead + 1;
+    co_cas32(&pool->arena.head->replayer, &replayer, 0);
+    kvp_replica_scan(pool); /* what the dead had published and not yet made known */
     if (pool->keeper.self == KVP_NO_WORKER)
         return; /* we are joining: the slot is to be ours */
     uint64_t end = monotonic_ns();
@@ -81,7 +89,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_count(pool, KVP_COUNT_RECOVERIES, 1);
     kvp_count(pool, KVP_COUNT_RECOVERED, freed);
     kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
-    kvp_log_event(pool, 3, dead, &(struct kvp_key){0, 0});
+    kvp_log_event(pool, KVP_EVENT_RECOVERED, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
 }
 
@@ -90,7 +98,7 @@ static int is_current(void *context)
 {
     const kvp_pool *pool = context;
 
-    return co_load(&pool->super->life) == pool->life;
+    return kvp_life(pool) == pool->life && !(KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced));
 }
 
 /* Magazines that were not used for a tick go back, so that an idle worker starves nobody. */
@@ -99,6 +107,8 @@ static void on_tick(void *context)
     kvp_pool *pool = context;
     int idle = 1;
 
+    if (KVP_MANY_HOSTS && __atomic_load_n(&pool->joined, __ATOMIC_ACQUIRE))
+        kvp_host_tick(pool);
     if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
         return;
     for (uint32_t c = 0; c < pool->arena.layout.classes; c++) {
@@ -107,25 +117,20 @@ static void on_tick(void *context)
     }
     if (idle && pool->joined && !pool->closed)
         kvp_spill(&pool->arena);
+    if (pool->joined && !pool->closed)
+        kvp_pins_tick(&pool->arena);
     kvp_unlock(pool);
 }
 
 /* ---- create and open ---- */
 
-static int attach(kvp_pool *pool, const struct kvp_layout *layout)
+static int attach(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout)
 {
-    int status = kvp_arena_init(&pool->arena, pool->mapping.base, layout);
-
-    if (status)
-        return status;
     pool->arena.forget = forget;
     pool->arena.drained = drained;
     pool->arena.settle = settle;
     pool->arena.context = pool;
-    pool->directory = (struct kvp_entry *)(void *)(pool->mapping.base + pool->arena.layout.directory_offset);
-    pool->homes = pool->arena.layout.directory_homes;
-    pool->spilled = (co_u64 *)(void *)(pool->directory + pool->homes * KVP_HOME_ENTRIES);
-    return KVP_OK;
+    return kvp_host_enter(pool, uuid, layout);
 }
 
 static int join(kvp_pool *pool)
@@ -141,9 +146,9 @@ static int join(kvp_pool *pool)
     }
     pool->arena.self = pool->keeper.self;
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
-    pool->log_sequence = kvp_log_newest(pool->arena.logs + (uint64_t)pool->arena.self * pool->arena.layout.log_records,
-                                        pool->arena.layout.log_records);
-    pool->joined = 1;
+    pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
+    kvp_host_joined(pool);
+    __atomic_store_n(&pool->joined, 1, __ATOMIC_RELEASE); /* the keeper may tick */
     kvp_unlock(pool);
     return KVP_OK;
 }
@@ -191,7 +196,7 @@ static kvp_pool *new_pool(void)
         return NULL;
     }
     pthread_mutex_init(&pool->lock, NULL);
-    pool->mapping.fd = -1;
+    pool->mapping.fd = pool->host_mapping.fd = -1;
     pool->forks = kvp_fork_count();
     pool->holders = 1;
     enlist(pool);
@@ -218,6 +223,7 @@ int kvp_pool_prepare(const char *uri, const struct kvp_request *request, const c
     pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
     pool->arena.layout = layout;
     pool->policy = &kvp_policies[number];
+    pool->host = request->host;
     *out = pool;
     return KVP_OK;
 }
@@ -234,10 +240,42 @@ static int clear_device(kvp_pool *pool, uint64_t *incarnation)
 
     if (super->magic != KVP_MAGIC)
         return KVP_OK;
-    *incarnation = (co_load(&super->life) >> 1) + 1;
-    if (!(co_load(&super->life) & 1) && kvp_superblock_verify(super, pool->mapping.bytes) == KVP_OK)
+    *incarnation = (nc_load(&super->life) >> 1) + 1;
+    if (!(nc_load(&super->life) & 1) && kvp_superblock_verify(super, pool->mapping.bytes) == KVP_OK)
         return kvp_fail(KVP_E_EXISTS, "%s holds a pool: remove it first (kvpool rm)", pool->mapping.uri);
     memset(pool->mapping.base, 0, pool->arena.layout.payload_offset);
+    nc_write_back(pool->mapping.base, pool->arena.layout.payload_offset);
+    return KVP_OK;
+}
+
+/* See the pool as our host does: in mode sim, through its cache. */
+static int see_as_host(kvp_pool *pool)
+{
+    int status = kvp_mapping_attach(&pool->mapping, pool->host);
+
+    pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
+    return status;
+}
+
+static int format(kvp_pool *pool, const struct kvp_layout *layout, uint64_t incarnation)
+{
+    struct kvp_arena host_part;
+
+    kvp_superblock_write(pool->super, layout, (int)(pool->policy - kvp_policies), incarnation);
+    KVP_CRASH_POINT("create.written");
+    kvp_arena_format(pool->mapping.base, layout);
+    if (!KVP_MANY_HOSTS) { /* host memory lies in the image, and is a part of what the version promises */
+        memset(&host_part, 0, sizeof host_part);
+        int status = kvp_arena_init(&host_part, pool->mapping.base, pool->mapping.base + layout->host_offset, layout, 0);
+        if (status)
+            return status;
+        co_store(&host_part.head->clock, 1);
+        kvp_arena_start(&host_part);
+        co_store(&host_part.head->ready, KVP_HEAD_READY);
+        kvp_arena_free(&host_part);
+    }
+    kvp_superblock_seal(pool->super);
+    KVP_CRASH_POINT("create.sealed");
     return KVP_OK;
 }
 
@@ -252,13 +290,10 @@ int kvp_pool_commit(kvp_pool *pool)
     if (status)
         return status;
     kvp_mapping_collapse(&pool->mapping);
-    kvp_superblock_write(pool->super, &layout, (int)(pool->policy - kvp_policies), incarnation);
-    KVP_CRASH_POINT("create.written");
-    kvp_arena_format(pool->mapping.base, &layout);
-    kvp_superblock_seal(pool->super);
-    KVP_CRASH_POINT("create.sealed");
-    pool->life = co_load(&pool->super->life);
-    if ((status = attach(pool, &layout)) || (status = join(pool)))
+    if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
+        return status;
+    pool->life = nc_load(&pool->super->life);
+    if ((status = attach(pool, pool->super->uuid, &layout)) || (status = join(pool)))
         return status;
     return kvp_mapping_commit(&pool->mapping);
 }
@@ -277,7 +312,7 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
 static int open_mapped(kvp_pool *pool)
 {
     struct kvp_superblock seen;
-    uint64_t life = co_load(&pool->super->life);
+    uint64_t life = nc_load(&pool->super->life);
 
     /* What is written once is verified and used from one private copy: in a hostile image it might change between. */
     memcpy(&seen, pool->super, offsetof(struct kvp_superblock, life));
@@ -290,20 +325,21 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
-    if ((status = attach(pool, &seen.layout)) == KVP_OK)
+    if ((status = see_as_host(pool)) == KVP_OK && (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;
     return status;
 }
 
-int kvp_pool_open(const char *uri, kvp_pool **out)
+int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out)
 {
     kvp_pool *pool = new_pool();
 
     *out = NULL;
     if (!pool)
         return KVP_E_NOSPACE;
+    pool->host = host;
     int status = kvp_mapping_open(uri, &pool->mapping);
     if (status == KVP_OK) {
         pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
@@ -325,6 +361,7 @@ int kvp_pool_share(kvp_pool *from, kvp_pool **out)
         return KVP_E_NOSPACE;
     pool->mapping = from->mapping;
     pool->super = from->super;
+    pool->host = from->host;
     pool->borrows = 1;
     int status = open_mapped(pool);
     if (status)
@@ -354,7 +391,7 @@ int kvp_pool_leave(kvp_pool *pool)
     if (is_current(pool)) { /* else the memory may be another pool's by now */
         kvp_spill(&pool->arena);
         kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
-        nc_store(&pool->arena.slots[pool->arena.self].pin_high, 0);
+        kvp_host_part(pool);
     }
     kvp_unlock(pool);
     kvp_keeper_stop(&pool->keeper);
@@ -379,6 +416,7 @@ void kvp_pool_release(kvp_pool *pool)
         free(pool->heap[c].item);
     if (!pool->borrows)
         kvp_mapping_close(&pool->mapping);
+    kvp_mapping_close(&pool->host_mapping);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
 }
@@ -391,37 +429,3 @@ void kvp_pool_free(kvp_pool *pool)
     kvp_pool_release(pool);
 }
 
-static int workers_alive(const struct kvp_arena *arena)
-{
-    int alive = 0;
-
-    for (uint32_t w = 0; w < arena->layout.workers; w++)
-        alive += co_load32(&arena->slots[w].lock) != 0 && !kvp_worker_dead(&arena->slots[w]);
-    return alive;
-}
-
-int kvp_pool_remove(const char *uri, int force)
-{
-    struct kvp_mapping mapping;
-    int status = kvp_mapping_open(uri, &mapping);
-
-    if (status == KVP_E_TRUNCATED && force) /* too short to say what it is: perhaps a file of somebody's own */
-        return kvp_mapping_unlink(uri);
-    if (status)
-        return status;
-    struct kvp_superblock *super = (struct kvp_superblock *)(void *)mapping.base;
-    struct kvp_arena arena = {.layout = super->layout,
-                              .slots = (struct kvp_slot *)(void *)(mapping.base + super->layout.slots_offset)};
-    int whole = kvp_superblock_verify(super, mapping.bytes);
-    if (whole == KVP_OK && !force && workers_alive(&arena))
-        status = kvp_fail(KVP_E_BUSY, "%d workers use %s: close them, or force", workers_alive(&arena), uri);
-    else if (whole == KVP_E_FOREIGN && !force)
-        status = kvp_fail(KVP_E_FOREIGN, "%s is not a kvpool image: it is left alone (force removes it)", uri);
-    else if (whole == KVP_OK && mapping.kind != KVP_MAP_MEMFD && mapping.kind != KVP_MAP_HUGETLB)
-        co_store(&super->life, co_load(&super->life) | 1);
-    int kind = mapping.kind;
-    kvp_mapping_close(&mapping);
-    if (status || kind == KVP_MAP_DAX)
-        return status;
-    return kvp_mapping_unlink(uri);
-}

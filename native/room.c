@@ -6,12 +6,13 @@
 enum { BATCH = 64 };
 
 /* The block is OWN(self) or EVICTING(self): nobody else changes its names. */
-void kvp_unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, int kind)
+void kvp_unlink_victim(kvp_pool *pool, uint32_t c, uint32_t number, enum kvp_event_kind kind)
 {
     struct kvp_class *class = &pool->arena.class[c];
     struct kvp_key key = {co_load(&class->tags[number].low), co_load(&class->tags[number].high)};
     uint64_t generation = kvp_word_generation(nc_load_relaxed(&class->words[number]));
 
+    kvp_unknow(pool, kvp_ref(kvp_block(c, number), generation)); /* before the names go: lookups believe it */
     kvp_directory_forget(pool, kvp_block(c, number));
     kvp_log_event(pool, kind, kvp_ref(kvp_block(c, number), generation), &key);
 }
@@ -80,7 +81,7 @@ static uint32_t make_room(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_
     for (uint32_t i = 0; i < got; i++) {
         if (take) {
             kvp_evict_take(&pool->arena, c, numbers[i]);
-            kvp_unlink_victim(pool, c, numbers[i], 1);
+            kvp_unlink_victim(pool, c, numbers[i], KVP_EVENT_EVICTED);
         } else { /* the reservation fails: what is cached stays cached */
             kvp_unlock_block(&pool->arena, c, numbers[i]);
             kvp_candidate_add(pool, c, numbers[i]);
@@ -93,8 +94,7 @@ static uint32_t make_room(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_
     return got;
 }
 
-/* Score of the youngest block in a segment; UINT64_MAX if a block in it is owned: then it cannot be drained. */
-static uint64_t newest_score(const kvp_pool *pool, uint32_t c, uint32_t segment)
+uint64_t kvp_newest_score(const kvp_pool *pool, uint32_t c, uint32_t segment)
 {
     const struct kvp_class *class = &pool->arena.class[c];
     uint64_t newest = 0;
@@ -122,7 +122,7 @@ static int take_segment(kvp_pool *pool, uint32_t c, uint64_t oldest)
         uint32_t holder = kvp_segment_class(word);
         if (kvp_segment_state(word) != KVP_SEGMENT_HELD || holder == c || holder >= pool->arena.layout.classes)
             continue;
-        uint64_t newest = newest_score(pool, holder, s);
+        uint64_t newest = kvp_newest_score(pool, holder, s);
         if (newest < best)
             best = newest, from = holder, segment = s;
     }
@@ -148,7 +148,7 @@ static uint32_t grow(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n, 
 {
     uint64_t oldest = UINT64_MAX;
 
-    if (pool->arena.layout.classes == 1 || n == 0)
+    if ((pool->arena.layout.classes == 1 && !KVP_MANY_HOSTS) || n == 0)
         return 0;
     if (kvp_segment_adopt(&pool->arena, c))
         return kvp_alloc(&pool->arena, c, numbers, n);
@@ -177,6 +177,7 @@ static int reserve(kvp_pool *pool, uint32_t c, uint32_t n, uint32_t *numbers)
     if (got == n)
         return KVP_OK;
     kvp_free(&pool->arena, c, numbers, got);
+    kvp_host_want(pool, 1);
     memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
     kvp_count(pool, KVP_COUNT_FULL, 1);
     return kvp_fail(KVP_E_FULL, "%u blocks of class %u wanted, %u are free and too few others may be evicted: they are pinned "
@@ -195,6 +196,8 @@ int kvp_reserve(kvp_pool *pool, uint32_t c, uint32_t n, uint32_t *numbers)
     kvp_lock(pool);
     status = pool->closed ? kvp_fail(KVP_E_CLOSED, "closed") : reserve(pool, c, n, numbers);
     kvp_unlock(pool);
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++) /* through views, perhaps: no store of it is seen */
+        nc_will_store(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
     return status;
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/random.h>
 #include <time.h>
+#include <unistd.h>
 
 static uint64_t fnv(uint64_t hash, const void *data, size_t bytes)
 {
@@ -29,8 +30,10 @@ static uint64_t checksum(const struct kvp_superblock *super)
 uint64_t kvp_fingerprint(void)
 {
     const uint32_t sizes[] = {sizeof(struct kvp_slot),  sizeof(struct kvp_record), sizeof(struct kvp_layout),
-                              sizeof(struct kvp_entry), sizeof(struct kvp_tag),    KVP_HOME_ENTRIES,
-                              KVP_LINE,                 KVP_SEGMENTS_MAX,          KVP_COUNTERS};
+                              sizeof(struct kvp_entry), sizeof(struct kvp_tag),    sizeof(struct kvp_host),
+                              sizeof(struct kvp_head),  sizeof(struct kvp_sight),  sizeof(size_t),
+                              KVP_HOME_ENTRIES,         KVP_LINE,                  KVP_SEGMENTS_MAX,
+                              KVP_COUNTERS,             (uint32_t)sysconf(_SC_PAGESIZE)};
 
     return fnv(0xcbf29ce484222325u, sizes, sizeof sizes); /* the bytes of the numbers: byte order shows too */
 }
@@ -43,9 +46,16 @@ static uint64_t realtime_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+const char *kvp_mode_name(uint32_t mode)
+{
+    static const char *const names[] = {"coherent", "noncoherent", "sim"};
+
+    return mode < sizeof names / sizeof *names ? names[mode] : "unknown";
+}
+
 void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation)
 {
-    co_store(&super->version, 0); /* not whole, whatever was here before */
+    nc_store(&super->version, 0); /* not whole, whatever was here before */
     nc_write_back(super, sizeof *super);
     nc_write_fence();
     super->magic = KVP_MAGIC;
@@ -55,19 +65,18 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
         memset(super->uuid, 0, sizeof super->uuid);
     super->created_ns = realtime_ns();
     super->policy = (uint32_t)policy;
-    super->mode = 0;
+    super->mode = KVP_MODE;
     super->layout = *layout;
     super->checksum = checksum(super);
-    co_store(&super->clock, 1);
-    co_store(&super->depth, 0);
-    co_store(&super->life, incarnation << 1);
+    nc_store(&super->life, incarnation << 1);
 }
 
 void kvp_superblock_seal(struct kvp_superblock *super)
 {
+    nc_will_store(super, sizeof *super); /* has been written, by plain stores */
     nc_write_back(super, sizeof *super);
     nc_write_fence(); /* everything else is there before the version is */
-    co_store(&super->version, KVP_FORMAT);
+    nc_store(&super->version, KVP_FORMAT);
     nc_write_back(&super->version, 8);
     nc_write_fence();
 }
@@ -78,7 +87,7 @@ int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)
         return kvp_fail(KVP_E_TRUNCATED, "%llu bytes: less than a superblock", (unsigned long long)mapped);
     if (super->magic != KVP_MAGIC)
         return kvp_fail(KVP_E_FOREIGN, "the memory does not begin with the mark of a kvpool image");
-    uint64_t version = co_load(&super->version);
+    uint64_t version = nc_load(&super->version);
     if (version == 0)
         return kvp_fail(KVP_E_NOTREADY, "its creator has not finished, or died: create it anew");
     if (version < KVP_FORMAT)
@@ -92,7 +101,11 @@ int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)
     if (super->incompat || super->ro_compat)
         return kvp_fail(KVP_E_NEWER, "the image uses features (%#llx) that this build does not know",
                         (unsigned long long)(super->incompat | super->ro_compat));
-    if (super->fingerprint != kvp_fingerprint() || super->mode != 0)
-        return kvp_fail(KVP_E_LAYOUT, "made by a build with other struct sizes, or for another machine or mode");
+    if (super->fingerprint != kvp_fingerprint())
+        return kvp_fail(KVP_E_LAYOUT, "made by a build with other struct sizes, or on a machine of another word size, byte "
+                        "order or page size");
+    if (super->mode != KVP_MODE)
+        return kvp_fail(KVP_E_MODE, "the pool was made for mode %s, this is mode %s: open it in its own mode",
+                        kvp_mode_name(super->mode), kvp_mode_name(KVP_MODE));
     return kvp_layout_check(&super->layout, mapped);
 }

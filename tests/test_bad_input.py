@@ -264,7 +264,12 @@ def test_a_folder_is_no_pool(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "error", "code"),
-    [(0, kvpool.NotReady, -10), (1, kvpool.VersionMismatch, -12), (3, kvpool.VersionMismatch, -13)],
+    [
+        (0, kvpool.NotReady, -10),
+        (1, kvpool.VersionMismatch, -12),
+        (2, kvpool.VersionMismatch, -12),
+        (4, kvpool.VersionMismatch, -13),
+    ],
 )
 def test_other_versions(image, version, error, code):
     path, uri = image

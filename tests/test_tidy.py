@@ -25,9 +25,11 @@ PRIVATE_ATOMICS = {
     "coherence/keeper.c": r"fork_count|cached|in_this_order",  # forks, boot id; what the kernel reads of a dead thread
     "coherence/copy.c": r"dummy|passed",  # a fence for the sanitizer; the crash counter
     "coherence/sim.c": r"__atomic_thread_fence",  # the simulated memory itself: its words are co_, its fences its own
-    "native/pool.c": r"pool->(closed|copies|holders)",  # the handle
+    "native/pool.c": r"pool->(closed|copies|holders|joined)",  # the handle
     "native/copies.c": r"pool->copies",
     "native/holds.c": r"pool->holders",
+    "native/policy.c": r"pool->used_count",
+    "native/host.c": r"pool->used_count",
 }
 # Bulk copies above coherence/ may go to private memory only; one of them is argued.
 INTO_THE_MAPPING = re.compile(r"\b(memcpy|memset|memmove)\s*\(\s*([^,]+),")
@@ -35,6 +37,7 @@ MAPPED = re.compile(r"mapping\.base|->data\b|->words|->tags|->hints|->scores|->s
 ARGUED_COPIES = {
     ("native/pool.c", "pool->mapping.base"),  # a device is wiped before its new pool has a version
     ("native/superblock.c", "super->uuid"),  # likewise: nobody looks before the version is there
+    ("native/host.c", "pool->host_mapping.base"),  # host memory before its host has started, under its lock
 }
 
 

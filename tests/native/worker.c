@@ -124,7 +124,7 @@ int main(int argc, char **argv)
     unsigned n;
     kvp_pool *pool;
 
-    REQUIRE(argc == 2 && kvp_pool_open(argv[1], &pool) == KVP_OK, "cannot open");
+    REQUIRE(argc == 2 && kvp_pool_open(argv[1], 0, &pool) == KVP_OK, "cannot open");
     commanded = pthread_self();
     kvp_crash_visit(step);
     printf("ready %u\n", pool->arena.self);

@@ -1,0 +1,186 @@
+/* adopt.c -- what a host finds in segments that it owns when it starts, or that become its own by adoption: published
+ * blocks, and things that somebody who is gone was in the middle of. Memory is all there is to go by: what a lost
+ * cache held is lost. */
+#include "allocator/allocator.h"
+
+
+/* Further than any publication that did not reach memory may have gone, so that no generation comes twice. */
+enum { GENERATION_STEP = 4096 };
+
+static uint64_t later_generation(uint64_t generation)
+{
+    return (generation | (GENERATION_STEP - 1)) + 1;
+}
+
+/* EVICTING: the payload is untouched, OWN is in memory before the first new byte. CACHED, OWN: nobody else has seen it. */
+static void undo(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint64_t word = nc_load(&class->words[number]), generation = kvp_word_generation(word);
+    enum kvp_state state = kvp_word_state(word);
+
+    if (state == KVP_LIVE)
+        return;
+    if (state == KVP_EVICTING)
+        nc_store(&class->words[number], kvp_word(generation, 0, KVP_LIVE));
+    else
+        nc_store(&class->words[number],
+                 kvp_word(later_generation(generation), 0, state == KVP_ABSENT ? KVP_ABSENT : KVP_FREE));
+}
+
+static void hint(struct kvp_class *class, uint32_t number)
+{
+    co_or(&class->hints[number / 64], 1ull << number % 64);
+    co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
+}
+
+/* The class whose blocks the segment has: the one with a word that is not ABSENT. KVP_CLASSES_MAX: none. */
+static uint32_t class_of(struct kvp_arena *arena, uint32_t segment)
+{
+    uint32_t number, end;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
+            if (kvp_word_state(nc_load(&arena->class[c].words[number])) != KVP_ABSENT)
+                return c;
+    return KVP_CLASSES_MAX;
+}
+
+/* Is the word's line all in segments that are ours or become so now? */
+static int is_becoming_ours(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint32_t self)
+{
+    uint32_t s, last;
+
+    for (kvp_block_segments(arena, c, number, &s, &last); s <= last; s++) {
+        uint64_t word = co_load(&arena->segments[s]);
+        if (!kvp_segment_ours(word) && (kvp_segment_state(word) != KVP_SEGMENT_MOVING || kvp_segment_who(word) != self))
+            return 0;
+    }
+    return 1;
+}
+
+/* Undo what was half done in a segment, and hold it for the class that it has. */
+void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
+{
+    uint32_t held = class_of(arena, segment), number, end;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++) {
+        struct kvp_class *class = &arena->class[c];
+        kvp_segment_blocks(arena, c, segment, &number, &end);
+        uint32_t first = number;
+        for (; number < end; number++)
+            if (is_becoming_ours(arena, c, number, arena->self & 0xffff)) {
+                undo(arena, c, number);
+                if (kvp_word_state(nc_load(&class->words[number])) == KVP_FREE)
+                    hint(class, number);
+            }
+        nc_write_back(&class->words[first], (end - first) * 8ull);
+    }
+    co_store(&arena->segments[segment], held == KVP_CLASSES_MAX ? kvp_segment_word(KVP_SEGMENT_FREE, 0, 0)
+                                                                : kvp_segment_word(KVP_SEGMENT_HELD, held, 0));
+}
+
+static void clear_pins(struct kvp_arena *arena)
+{
+    nc_u64 *high = kvp_pin_high(arena, arena->host);
+
+    for (uint32_t w = 0; w < arena->layout.workers; w++) {
+        nc_u64 *pins = kvp_pins(arena, arena->host, w);
+        nc_invalidate(pins, arena->layout.pin_slots * 8ull);
+        nc_full_fence(); /* what our former incarnation left in memory is read, not what our cache may hold */
+        for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
+            if (nc_load(&pins[i]))
+                nc_store(&pins[i], 0);
+        nc_write_back(pins, arena->layout.pin_slots * 8ull);
+        nc_store(&high[w], 0);
+    }
+    nc_write_back(high, arena->layout.workers * 8ull);
+}
+
+/* One host, and nothing was here before. */
+static void start_alone(struct kvp_arena *arena)
+{
+    const struct kvp_class *class = &arena->class[0];
+
+    if (arena->layout.classes > 1)
+        return;
+    for (uint32_t s = 0; s < arena->layout.segments; s++)
+        co_store_relaxed(&arena->segments[s], kvp_segment_word(KVP_SEGMENT_HELD, 0, 0));
+    for (uint32_t i = 0; i < (class->blocks + 63) / 64; i++) {
+        uint32_t left = class->blocks - i * 64;
+        co_store_relaxed(&class->hints[i], left >= 64 ? UINT64_MAX : (1ull << left) - 1);
+        co_or(&class->summary[i / 64], 1ull << i % 64);
+    }
+}
+
+void kvp_arena_start(struct kvp_arena *arena)
+{
+    if (!KVP_MANY_HOSTS) {
+        start_alone(arena);
+        return;
+    }
+    arena->self = 0;
+    nc_invalidate(kvp_owners(arena, arena->host), arena->layout.segments * 8ull);
+    kvp_owners_refresh(arena); /* with its fence also for our own row */
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t own = nc_load(&kvp_owners(arena, arena->host)[s]);
+        enum kvp_segment_state state = KVP_SEGMENT_FOREIGN;
+        if (kvp_owner(arena, s) == arena->host)
+            state = kvp_owner_state(own) == KVP_OWNER_TAKEN ? KVP_SEGMENT_MOVING : KVP_SEGMENT_OFFERED;
+        else if (kvp_owner_state(own) == KVP_OWNER_TAKING) { /* the giver takes it back */
+            nc_store(&kvp_owners(arena, arena->host)[s], kvp_owner_word(kvp_owner_epoch(own), kvp_owner_peer(own),
+                                                                        KVP_OWNER_ABORTED));
+            nc_write_back(&kvp_owners(arena, arena->host)[s], 8);
+        }
+        co_store(&arena->segments[s], kvp_segment_word(state, 0, 0));
+        if (state == KVP_SEGMENT_MOVING)
+            kvp_segment_refresh(arena, s);
+    }
+    for (uint32_t s = 0; s < arena->layout.segments; s++)
+        if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_MOVING)
+            kvp_segment_settle(arena, s);
+    kvp_recover_segments(arena, KVP_NO_WORKER); /* opens what is still closed in segments that are held */
+    clear_pins(arena);
+    nc_write_fence(); /* all of it is in memory before anybody is told that this host has started */
+}
+
+/* An offer that the lost host has made is between it and the taker, who may be taking it at this moment: unless the taker
+ * is lost as well, or the lost host had begun to take it back and the taker has not succeeded. */
+static int is_adoptable(const struct kvp_arena *arena, uint32_t segment, uint32_t lost)
+{
+    uint64_t word = nc_load(&kvp_owners(arena, lost)[segment]);
+    uint32_t to = kvp_owner_peer(word);
+
+    if (kvp_owner(arena, segment) != lost)
+        return 0;
+    if (kvp_owner_state(word) == KVP_OWNER_TAKEN || to >= arena->layout.hosts ||
+        kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
+        return 1;
+    return kvp_owner_state(word) == KVP_OWNER_REVOKING && kvp_offer_fate(arena, segment, to, kvp_owner_epoch(word)) == 0;
+}
+
+uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
+{
+    uint32_t adopted = 0;
+
+    kvp_owners_refresh(arena);
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0);
+        if (!is_adoptable(arena, s, lost) ||
+            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+            continue;
+        KVP_CRASH_POINT("adopt.moving");
+        kvp_segment_refresh(arena, s);
+        nc_u64 *own = &kvp_owners(arena, arena->host)[s];
+        /* A higher epoch: whatever the lost host's row says, ours counts. */
+        uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[s])) + 1;
+        nc_store(own, kvp_owner_word(epoch, arena->host, KVP_OWNER_TAKEN));
+        nc_write_back(own, 8);
+        nc_write_fence(); /* ours is in memory before the first word changes */
+        KVP_CRASH_POINT("adopt.owned");
+        kvp_segment_settle(arena, s);
+        adopted++;
+    }
+    kvp_recover_segments(arena, KVP_NO_WORKER);
+    return adopted;
+}

@@ -1,0 +1,239 @@
+/* owners.c -- which host a segment belongs to, and how it moves: empty, by offer and taking, revocable.
+ *
+ * Nothing elects: each host writes its own row, and the states form a chain in which at any moment one host at most may
+ * use the segment. The epoch grows with each transfer, so that a row that was not looked at for long is never mistaken.
+ */
+#include "allocator/allocator.h"
+
+uint32_t kvp_owner(const struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t best = 0;
+    uint32_t owner = KVP_HOSTS_MAX;
+
+    for (uint32_t h = 0; h < arena->layout.hosts; h++) {
+        uint64_t word = nc_load(&kvp_owners(arena, h)[segment]), epoch = kvp_owner_epoch(word);
+        enum kvp_owner_state state = kvp_owner_state(word);
+        /* TAKING and ABORTED own nothing yet; of an offer and its taking, both of one epoch, the taking counts. */
+        if (state != KVP_OWNER_TAKEN && state != KVP_OWNER_OFFER && state != KVP_OWNER_REVOKING)
+            continue;
+        if (epoch > best || (epoch == best && state == KVP_OWNER_TAKEN)) {
+            best = epoch;
+            owner = h;
+        }
+    }
+    return owner;
+}
+
+void kvp_owners_refresh(const struct kvp_arena *arena)
+{
+    for (uint32_t h = 0; h < arena->layout.hosts; h++)
+        if (h != arena->host)
+            nc_invalidate(kvp_owners(arena, h), arena->layout.segments * 8);
+    nc_full_fence(); /* the rows of others are read after they were dropped, and after what we wrote to our own */
+}
+
+uint32_t kvp_owned(const struct kvp_arena *arena)
+{
+    uint32_t owned = 0;
+
+    for (uint32_t s = 0; s < arena->layout.segments; s++)
+        owned += (uint32_t)kvp_segment_ours(co_load(&arena->segments[s]));
+    return owned;
+}
+
+static void write_own(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state)
+{
+    nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
+
+    nc_store(own, kvp_owner_word(epoch, peer, state));
+    KVP_CRASH_POINT("owner.written");
+    nc_write_back(own, 8);
+}
+
+static void segment_bytes(const struct kvp_arena *arena, uint32_t segment, uint8_t **from, uint64_t *bytes)
+{
+    uint64_t start = segment * arena->layout.segment_bytes, left = arena->layout.payload_bytes - start;
+
+    *from = arena->class[0].data + start;
+    *bytes = left < arena->layout.segment_bytes ? left : arena->layout.segment_bytes;
+}
+
+/* Every line of a segment that our cache may hold: its words, its bytes, and pins of ours that nobody else has seen. */
+static void write_all_back(struct kvp_arena *arena, uint32_t segment)
+{
+    uint32_t first, end;
+    uint64_t bytes;
+    uint8_t *from;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++) {
+        kvp_segment_blocks(arena, c, segment, &first, &end);
+        nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
+        nc_write_back(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
+    }
+    segment_bytes(arena, segment, &from, &bytes);
+    nc_write_back(from, bytes); /* bytes of reservations that were withdrawn too: evicted later they would hit the taker's */
+    for (uint32_t w = 0; w < arena->layout.workers; w++)
+        nc_write_back(kvp_pins(arena, arena->host, w), nc_load(kvp_pin_high(arena, arena->host) + w) * 8);
+}
+
+void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment)
+{
+    uint32_t first, end;
+    uint64_t bytes;
+    uint8_t *from;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++) {
+        kvp_segment_blocks(arena, c, segment, &first, &end);
+        nc_invalidate(&arena->class[c].words[first], (end - first) * 8ull);
+        nc_invalidate(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
+    }
+    segment_bytes(arena, segment, &from, &bytes);
+    nc_invalidate(from, bytes);
+    nc_full_fence(); /* what the former owner wrote back is read after our old copies were dropped */
+}
+
+/* ---- giving ---- */
+
+static uint64_t own_epoch(const struct kvp_arena *arena, uint32_t segment)
+{
+    return kvp_owner_epoch(nc_load(&kvp_owners(arena, arena->host)[segment]));
+}
+
+int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to)
+{
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_FREE, 0, 0);
+
+    if (to >= arena->layout.hosts || to == arena->host ||
+        !co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        return 0;
+    KVP_CRASH_POINT("owner.giving");
+    write_all_back(arena, segment);
+    nc_write_fence(); /* the segment is in memory before the offer is: the taker refreshes it when it has seen that */
+    write_own(arena, segment, own_epoch(arena, segment) + 1, to, KVP_OWNER_OFFER);
+    co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0));
+    return 1;
+}
+
+int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to, uint64_t epoch)
+{
+    uint64_t theirs = nc_load(&kvp_owners(arena, to)[segment]);
+
+    if (kvp_owner_epoch(theirs) < epoch || (kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_ABORTED))
+        return 0;
+    return kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_TAKING ? -1 : 1;
+}
+
+static void see_offer(struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
+
+    if (kvp_owner_state(own) == KVP_OWNER_OFFER && kvp_owner_peer(own) < arena->layout.hosts &&
+        kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1)
+        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+}
+
+int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
+{
+    nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0), word = nc_load(own), epoch = kvp_owner_epoch(word);
+    uint32_t to = kvp_owner_peer(word);
+
+    if ((kvp_owner_state(word) != KVP_OWNER_OFFER && kvp_owner_state(word) != KVP_OWNER_REVOKING) ||
+        to >= arena->layout.hosts ||
+        !co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        return 0;
+    write_own(arena, segment, epoch, to, KVP_OWNER_REVOKING);
+    nc_write_fence(); /* REVOKING is in memory before the taker's word is dropped: Dekker with take() */
+    nc_invalidate(&kvp_owners(arena, to)[segment], 8);
+    nc_full_fence(); /* and the taker's word is read after that */
+    int taken = kvp_offer_fate(arena, segment, to, epoch);
+    if (taken == 0) {
+        write_own(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
+        return 1;
+    }
+    co_store(&arena->segments[segment], kvp_segment_word(taken < 0 ? KVP_SEGMENT_OFFERED : KVP_SEGMENT_FOREIGN, 0, 0));
+    return 0;
+}
+
+/* ---- taking ---- */
+
+/* Take one segment that `from` offers in `epoch`: 1 taken. */
+static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64_t epoch)
+{
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0), offer = kvp_owner_word(epoch, arena->host, KVP_OWNER_OFFER);
+
+    if (!co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        return 0;
+    KVP_CRASH_POINT("owner.taking");
+    write_own(arena, segment, epoch, from, KVP_OWNER_TAKING);
+    nc_write_fence(); /* TAKING is in memory before the offer is dropped and read again: Dekker with kvp_owner_revoke */
+    nc_invalidate(&kvp_owners(arena, from)[segment], 8);
+    nc_full_fence(); /* and the offer is read after that */
+    if (nc_load(&kvp_owners(arena, from)[segment]) != offer) {
+        write_own(arena, segment, epoch, from, KVP_OWNER_ABORTED);
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+        return 0;
+    }
+    kvp_segment_refresh(arena, segment);
+    write_own(arena, segment, epoch, arena->host, KVP_OWNER_TAKEN);
+    co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
+    return 1;
+}
+
+uint32_t kvp_owners_tick(struct kvp_arena *arena)
+{
+    uint32_t taken = 0, owned = kvp_owned(arena), quota = arena->layout.quota;
+
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        enum kvp_segment_state state = kvp_segment_state(co_load(&arena->segments[s]));
+        if (state == KVP_SEGMENT_OFFERED)
+            see_offer(arena, s);
+        if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota))
+            continue;
+        for (uint32_t h = 0; h < arena->layout.hosts; h++) {
+            uint64_t word = nc_load(&kvp_owners(arena, h)[s]);
+            if (h != arena->host && kvp_owner_state(word) == KVP_OWNER_OFFER && kvp_owner_peer(word) == arena->host &&
+                kvp_owner_epoch(word) > own_epoch(arena, s))
+                taken += (uint32_t)take(arena, s, h, kvp_owner_epoch(word));
+        }
+    }
+    return taken;
+}
+
+/* ---- a worker that died while it moved one ---- */
+
+/* The dead worker's segment is ours in MOVING: offered, not yet taken, or taken. */
+static void recover_moving(struct kvp_arena *arena, uint32_t segment)
+{
+    nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
+    uint64_t word = nc_load(own);
+
+    switch (kvp_owner_state(word)) {
+    case KVP_OWNER_OFFER:
+    case KVP_OWNER_REVOKING:
+        nc_write_back(own, 8); /* perhaps it was not yet */
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0));
+        break;
+    case KVP_OWNER_TAKING: /* the giver takes it back */
+        write_own(arena, segment, kvp_owner_epoch(word), kvp_owner_peer(word), KVP_OWNER_ABORTED);
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+        break;
+    default:
+        nc_write_back(own, 8);
+        if (kvp_owner(arena, segment) == arena->host)
+            kvp_segment_settle(arena, segment); /* empty, or adopted */
+        else
+            co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+    }
+}
+
+void kvp_recover_owners(struct kvp_arena *arena, uint32_t dead)
+{
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t seen = co_load(&arena->segments[s]);
+        if (kvp_segment_state(seen) == KVP_SEGMENT_MOVING && kvp_segment_who(seen) == (dead & 0xffff) &&
+            co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self & 0xffff)))
+            recover_moving(arena, s);
+    }
+}

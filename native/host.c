@@ -1,0 +1,395 @@
+/* host.c -- this host's part in a pool of many: starting, ticking, giving and taking segments, adopting. */
+#include "native/handle.h"
+
+#include <string.h>
+#include <time.h>
+
+/* ---- start ---- */
+
+/* Where the logs of the others stand: fixed before the words are scanned. */
+static void fix_positions(kvp_pool *pool)
+{
+    const struct kvp_layout *layout = &pool->arena.layout;
+
+    for (uint32_t h = 0; h < layout->hosts; h++)
+        for (uint32_t w = 0; h != pool->host && w < layout->workers; w++) {
+            kvp_log_refresh(kvp_ring(&pool->arena, h, w), layout->log_records, 0, layout->log_records);
+            nc_read_fence(); /* the headers are read after they were dropped */
+            uint64_t newest = kvp_log_newest(kvp_ring(&pool->arena, h, w), layout->log_records);
+            co_store(&pool->arena.read[(uint64_t)h * layout->workers + w], newest ? newest - 1 : 0);
+        }
+}
+
+/* Published blocks of our own that nobody has used yet in this life of the host are the first to go. */
+static int start(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+    int status = kvp_host_claim(&arena->roster);
+
+    if (status)
+        return status;
+    co_store(&arena->head->incarnation, arena->roster.incarnation);
+    co_store(&arena->head->clock, 1);
+    kvp_arena_start(arena);
+    fix_positions(pool);
+    kvp_replica_scan(pool);
+    co_store(&arena->head->ready, KVP_HEAD_READY);
+    return KVP_OK;
+}
+
+static void refresh_life(kvp_pool *pool)
+{
+    nc_invalidate(&pool->super->life, 8);
+    nc_read_fence(); /* the life is read after it was dropped: who removes a pool is perhaps another host */
+    co_store(&pool->arena.head->life, nc_load(&pool->super->life));
+}
+
+/* Under the lock of the host's memory: is it whole, and still ours to use? Else it is wiped for a new start. */
+static int is_started(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+
+    if (co_load(&arena->head->ready) != KVP_HEAD_READY)
+        return 0;
+    arena->roster.incarnation = co_load(&arena->head->incarnation);
+    kvp_host_watch(&arena->roster);
+    return !co_load(&arena->head->fenced) && kvp_host_assure(&arena->roster) == KVP_OK;
+}
+
+static int look_at(kvp_pool *pool, uint8_t *host_base, const struct kvp_layout *layout)
+{
+    int status = kvp_arena_init(&pool->arena, pool->mapping.base, host_base, layout, pool->host);
+
+    pool->directory = (struct kvp_entry *)(void *)(host_base + layout->directory_offset);
+    pool->homes = layout->directory_homes;
+    kvp_sim_hot(&pool->mapping, layout->payload_offset); /* lines of metadata are few: events are to hit them all the same */
+    pool->spilled = (co_u64 *)(void *)(pool->directory + pool->homes * KVP_HOME_ENTRIES);
+    return status;
+}
+
+/* Map the memory of our host; whole and current, or `fresh` and zero. */
+static int map_host(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout)
+{
+    for (int again = 0;; again++) {
+        int fresh = 0, status = kvp_host_memory_open(uuid, pool->host, layout->host_bytes, &pool->host_mapping, &fresh);
+        if (status || (status = look_at(pool, pool->host_mapping.base, layout)))
+            return status;
+        if (!fresh && is_started(pool))
+            return KVP_OK;
+        if (fresh || again || co_load(&pool->arena.head->ready) != KVP_HEAD_READY) {
+            memset(pool->host_mapping.base, 0, layout->host_bytes); /* its starter died, or we are it */
+            return start(pool);
+        }
+        /* Its host was fenced: those that still have it mapped keep it; we begin anew. */
+        kvp_arena_free(&pool->arena);
+        kvp_host_memory_remove(uuid, pool->host);
+        kvp_mapping_close(&pool->host_mapping);
+    }
+}
+
+int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout)
+{
+    if (pool->host >= layout->hosts)
+        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, layout->hosts);
+    if (!KVP_MANY_HOSTS)
+        return look_at(pool, pool->mapping.base + layout->host_offset, layout);
+    int status = map_host(pool, uuid, layout);
+    if (status == KVP_OK)
+        refresh_life(pool);
+    kvp_host_memory_unlock(&pool->host_mapping);
+    return status;
+}
+
+/* ---- joining and parting of workers ---- */
+
+void kvp_host_joined(kvp_pool *pool)
+{
+    struct kvp_host *host = &pool->arena.roster.hosts[pool->host];
+    uint64_t seen = nc_load(&host->tables), mine = pool->arena.self + 1;
+
+    if (!KVP_MANY_HOSTS)
+        return;
+    while (seen < mine && !nc_cas(&host->tables, &seen, mine))
+        ;
+    nc_store(&host->left, 0);
+    nc_write_back(host, KVP_LINE);
+    kvp_host_beat(&pool->arena.roster);
+}
+
+void kvp_host_part(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+
+    if (!KVP_MANY_HOSTS)
+        return;
+    nc_store(kvp_pin_high(arena, arena->host) + arena->self, 0);
+    nc_write_back(kvp_pin_high(arena, arena->host) + arena->self, 8);
+    for (uint32_t w = 0; w < arena->layout.workers; w++)
+        if (w != arena->self && co_load32(&arena->slots[w].lock) != 0)
+            return;
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (uint32_t number = 0; number < arena->class[c].blocks; number += 8)
+            if (kvp_is_ours(arena, c, number)) {
+                nc_write_back(&arena->class[c].words[number], 8);
+                nc_write_back(&arena->class[c].labels[number], 8 * sizeof(struct kvp_label));
+            }
+    kvp_host_leave(&arena->roster);
+}
+
+/* ---- segments ---- */
+
+void kvp_host_want(kvp_pool *pool, uint64_t segments)
+{
+    nc_u64 *wanted = &pool->arena.roster.hosts[pool->host].wanted;
+
+    if (!KVP_MANY_HOSTS || nc_load(wanted) == segments)
+        return;
+    nc_store(wanted, segments);
+    nc_write_back(wanted, 8);
+}
+
+/* Does a segment hold anything that is published or reserved? */
+static int is_idle(const kvp_pool *pool, uint32_t c, uint32_t segment)
+{
+    uint32_t number, end;
+
+    for (kvp_segment_blocks(&pool->arena, c, segment, &number, &end); number < end; number++) {
+        enum kvp_state state = kvp_word_state(nc_load(&pool->arena.class[c].words[number]));
+        if (state != KVP_FREE && state != KVP_ABSENT)
+            return 0;
+    }
+    return 1;
+}
+
+/* The highest score in a segment of ours; UINT64_MAX if it cannot be emptied. */
+static uint64_t heat(const kvp_pool *pool, uint64_t word, uint32_t segment)
+{
+    uint32_t c = kvp_segment_class(word);
+
+    if (kvp_segment_state(word) == KVP_SEGMENT_FREE || is_idle(pool, c, segment))
+        return 0;
+    return kvp_segment_state(word) == KVP_SEGMENT_HELD ? kvp_newest_score(pool, c, segment) : UINT64_MAX;
+}
+
+/* Offer the segment that is used least, if that is at most `most`: 1 if one was offered. Under the lock. */
+static int give_coldest(kvp_pool *pool, uint32_t to, uint64_t most)
+{
+    uint64_t best = UINT64_MAX;
+    uint32_t segment = 0;
+
+    kvp_spill(&pool->arena);
+    for (uint32_t s = pool->arena.layout.segments; s-- > 0;) {
+        uint64_t word = co_load(&pool->arena.segments[s]), score = kvp_segment_ours(word) ? heat(pool, word, s) : UINT64_MAX;
+        if (score < best)
+            best = score, segment = s;
+    }
+    if (best == UINT64_MAX || best > most)
+        return 0;
+    uint64_t word = co_load(&pool->arena.segments[segment]);
+    if (kvp_segment_state(word) == KVP_SEGMENT_HELD && !kvp_segment_drain(&pool->arena, kvp_segment_class(word), segment))
+        return 0;
+    return kvp_owner_offer(&pool->arena, segment, to);
+}
+
+static uint32_t owned_by(const kvp_pool *pool, uint32_t host)
+{
+    uint32_t owned = 0;
+
+    for (uint32_t s = 0; s < pool->arena.layout.segments; s++)
+        owned += kvp_owner(&pool->arena, s) == host;
+    return owned;
+}
+
+/* Idle segments go to a host that asks and has fewer than we. */
+static void answer_wants(kvp_pool *pool)
+{
+    const struct kvp_roster *roster = &pool->arena.roster;
+
+    for (uint32_t h = 0; h < roster->count; h++)
+        if (h != pool->host && nc_load(&roster->hosts[h].wanted) && kvp_host_state(roster, h) == KVP_HOST_PRESENT &&
+            kvp_owned(&pool->arena) > owned_by(pool, h) + 1)
+            kvp_count(pool, KVP_COUNT_MOVED, (uint64_t)give_coldest(pool, h, 0));
+}
+
+/* ---- ticks ---- */
+
+static void tell_uses(kvp_pool *pool)
+{
+    uint32_t n = __atomic_exchange_n(&pool->used_count, 0, __ATOMIC_ACQ_REL);
+
+    n = n < KVP_USED ? n : KVP_USED;
+    for (uint32_t i = 0; i < n; i += 3) {
+        struct kvp_key rest = {i + 1 < n ? pool->used[i + 1] : 0, i + 2 < n ? pool->used[i + 2] : 0};
+        kvp_log_event(pool, KVP_EVENT_USED, pool->used[i], &rest);
+    }
+}
+
+/* An adoption of ours that a death has interrupted goes on. */
+static uint32_t finish_adoptions(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+    uint32_t adopted = 0;
+
+    for (uint32_t h = 0; h < arena->roster.count; h++) {
+        uint64_t ours = nc_load(&arena->roster.hosts[pool->host].adopted[h]);
+        if (h != pool->host && ours && ours == nc_load(&arena->roster.hosts[h].incarnation))
+            adopted += kvp_owners_adopt(arena, h);
+    }
+    return adopted;
+}
+
+/* With the lock: what changes segments or writes our log. */
+static void tick_locked(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+
+    tell_uses(pool);
+    kvp_owners_refresh(arena);
+    uint32_t taken = kvp_owners_tick(arena), adopted = finish_adoptions(pool);
+    if (taken)
+        kvp_host_want(pool, 0);
+    if (adopted)
+        kvp_replica_scan(pool);
+    if (taken || adopted)
+        pool->foreign = UINT32_MAX;
+    kvp_count(pool, KVP_COUNT_MOVED, taken + adopted);
+    answer_wants(pool);
+}
+
+void kvp_host_tick(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+
+    if (!KVP_MANY_HOSTS)
+        return;
+    kvp_host_beat(&arena->roster);
+    kvp_host_watch(&arena->roster);
+    refresh_life(pool);
+    if (kvp_host_assure(&arena->roster) != KVP_OK)
+        co_store(&arena->head->fenced, 1);
+    if (co_load(&arena->head->fenced) || kvp_life(pool) != pool->life)
+        return;
+    kvp_replay(pool);
+    if (pthread_mutex_trylock(&pool->lock))
+        return;
+    if (pool->joined && !pool->closed)
+        tick_locked(pool);
+    kvp_unlock(pool);
+}
+
+/* ---- what a program asks for ---- */
+
+static int enter_for(kvp_pool *pool, uint32_t host)
+{
+    int status = kvp_enter(pool);
+
+    if (status)
+        return status;
+    if (!KVP_MANY_HOSTS || host >= pool->arena.layout.hosts || host == pool->host)
+        return kvp_fail(KVP_E_RANGE, "host %u: another one of the pool's %u hosts was expected", host, pool->arena.layout.hosts);
+    return KVP_OK;
+}
+
+int64_t kvp_pool_follow(kvp_pool *pool)
+{
+    int status = kvp_enter(pool);
+
+    if (status || !KVP_MANY_HOSTS)
+        return status;
+    kvp_host_watch(&pool->arena.roster);
+    int64_t applied = kvp_replay(pool);
+    kvp_lock(pool);
+    if (!pool->closed)
+        tick_locked(pool);
+    kvp_unlock(pool);
+    return applied;
+}
+
+int64_t kvp_pool_give(kvp_pool *pool, uint32_t host, uint32_t n)
+{
+    int status = enter_for(pool, host);
+    uint32_t given = 0;
+
+    if (status)
+        return status;
+    kvp_lock(pool);
+    while (!pool->closed && given < n && give_coldest(pool, host, UINT64_MAX - 1))
+        given++;
+    kvp_count(pool, KVP_COUNT_MOVED, given);
+    kvp_unlock(pool);
+    return given;
+}
+
+int64_t kvp_pool_revoke(kvp_pool *pool)
+{
+    int status = kvp_enter(pool);
+    int64_t revoked = 0;
+
+    if (status || !KVP_MANY_HOSTS)
+        return status;
+    kvp_lock(pool);
+    for (uint32_t s = 0; s < pool->arena.layout.segments && !pool->closed; s++)
+        if (kvp_segment_state(co_load(&pool->arena.segments[s])) == KVP_SEGMENT_OFFERED)
+            revoked += kvp_owner_revoke(&pool->arena, s);
+    kvp_unlock(pool);
+    return revoked;
+}
+
+static int check_fence(kvp_pool *pool, uint32_t host, uint64_t incarnation)
+{
+    struct kvp_roster *roster = &pool->arena.roster;
+
+    kvp_host_watch(roster);
+    uint64_t seen = co_load(&roster->sights[host].incarnation);
+    enum kvp_host_state state = kvp_host_state(roster, host);
+    if (seen != incarnation)
+        return kvp_fail(KVP_E_INVALID, "host %u is in incarnation %llu, and %llu was fenced: what is reset is not what is there",
+                        host, (unsigned long long)seen, (unsigned long long)incarnation);
+    if (state == KVP_HOST_PRESENT)
+        return kvp_fail(KVP_E_BUSY, "host %u shows signs of life: wait until its lease of %u ms has lapsed", host,
+                        pool->arena.layout.lease_ms);
+    return KVP_OK;
+}
+
+int64_t kvp_pool_fence(kvp_pool *pool, uint32_t host, uint64_t incarnation)
+{
+    int64_t status = enter_for(pool, host);
+
+    if (status || (status = check_fence(pool, host, incarnation)))
+        return status;
+    kvp_lock(pool);
+    if (incarnation)
+        kvp_host_adopt(&pool->arena.roster, host, incarnation);
+    KVP_CRASH_POINT("adopt.named");
+    status = pool->closed ? 0 : kvp_owners_adopt(&pool->arena, host);
+    kvp_replica_scan(pool);
+    pool->foreign = UINT32_MAX;
+    kvp_count(pool, KVP_COUNT_MOVED, (uint64_t)status);
+    kvp_unlock(pool);
+    return status;
+}
+
+int kvp_pool_host(kvp_pool *pool, uint32_t host, struct kvp_host_info *out)
+{
+    const struct kvp_roster *roster = &pool->arena.roster;
+    struct timespec now;
+
+    memset(out, 0, sizeof *out);
+    if (host >= pool->arena.layout.hosts)
+        return kvp_fail(KVP_E_RANGE, "host %u does not exist: the pool has %u", host, pool->arena.layout.hosts);
+    out->state = KVP_HOST_PRESENT;
+    out->segments = pool->arena.layout.segments;
+    if (!KVP_MANY_HOSTS)
+        return KVP_OK;
+    const struct kvp_sight *sight = &roster->sights[host];
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    out->state = kvp_host_state(roster, host);
+    out->incarnation = host == pool->host ? roster->incarnation : co_load(&sight->incarnation);
+    out->fenced = co_load(&sight->fenced);
+    out->wanted = nc_load(&roster->hosts[host].wanted);
+    if (host != pool->host && co_load(&sight->since))
+        out->silent_ms = ((uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec - co_load(&sight->since)) / 1000000;
+    kvp_owners_refresh(&pool->arena);
+    out->segments = owned_by(pool, host);
+    return KVP_OK;
+}

@@ -1,0 +1,119 @@
+/* remove.c -- the end of a pool, and what can be learned of one without joining it. */
+#include "native/handle.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+enum { LOOK_NS = KVP_TICK_MS * 3000000 };
+
+static int count_alive(const struct kvp_slot *slots, uint32_t workers)
+{
+    int alive = 0;
+
+    for (uint32_t w = 0; w < workers; w++)
+        alive += co_load32(&slots[w].lock) != 0 && !kvp_worker_dead(&slots[w]);
+    return alive;
+}
+
+/* Hosts whose beat changes while we look. */
+static int hosts_alive(const struct kvp_host *hosts, uint32_t count)
+{
+    struct timespec pause = {0, LOOK_NS};
+    uint64_t before[KVP_HOSTS_MAX];
+    int alive = 0;
+
+    nc_invalidate(hosts, count * sizeof *hosts);
+    nc_read_fence(); /* the beats are read after they were dropped */
+    for (uint32_t h = 0; h < count; h++)
+        before[h] = nc_load(&hosts[h].beat);
+    nanosleep(&pause, NULL);
+    nc_invalidate(hosts, count * sizeof *hosts);
+    nc_read_fence(); /* and again */
+    for (uint32_t h = 0; h < count; h++)
+        alive += nc_load(&hosts[h].beat) != before[h];
+    return alive;
+}
+
+static int in_use(const struct kvp_mapping *mapping, const struct kvp_layout *layout)
+{
+    if (KVP_MANY_HOSTS)
+        return hosts_alive((const struct kvp_host *)(void *)(mapping->base + layout->hosts_offset), layout->hosts);
+    return count_alive((const struct kvp_slot *)(void *)(mapping->base + layout->host_offset + layout->slots_offset),
+                       layout->workers);
+}
+
+/* Of a whole image: retired, so that handles which are still open answer REPLACED. */
+static int retire(const struct kvp_mapping *mapping, const struct kvp_superblock *seen, const char *uri, int force)
+{
+    struct kvp_superblock *super = (struct kvp_superblock *)(void *)mapping->base;
+    int users = force ? 0 : in_use(mapping, &seen->layout);
+
+    if (users)
+        return kvp_fail(KVP_E_BUSY, "%d %s use %s: close them, or force", users, KVP_MANY_HOSTS ? "hosts" : "workers", uri);
+    if (mapping->kind != KVP_MAP_MEMFD && mapping->kind != KVP_MAP_HUGETLB) {
+        nc_store(&super->life, nc_load(&super->life) | 1);
+        nc_write_back(&super->life, 8);
+        nc_write_fence(); /* retired before the name goes */
+    }
+    for (uint32_t h = 0; KVP_MANY_HOSTS && h < seen->layout.hosts; h++)
+        kvp_host_memory_remove(seen->uuid, h);
+    return KVP_OK;
+}
+
+int kvp_pool_remove(const char *uri, int force)
+{
+    struct kvp_mapping mapping;
+    struct kvp_superblock *seen = calloc(1, sizeof *seen);
+    int status = seen ? kvp_mapping_open(uri, &mapping) : kvp_fail(KVP_E_NOSPACE, "no memory for a superblock");
+
+    if (status == KVP_E_TRUNCATED && force) { /* too short to say what it is: perhaps a file of somebody's own */
+        free(seen);
+        return kvp_mapping_unlink(uri);
+    }
+    if (status) {
+        free(seen);
+        return status;
+    }
+    /* Verified and used from one private copy: in a hostile image it might change between. */
+    __builtin_memcpy(seen, mapping.base, offsetof(struct kvp_superblock, life));
+    int whole = kvp_superblock_verify(seen, mapping.bytes);
+    if (whole == KVP_OK)
+        status = retire(&mapping, seen, uri, force);
+    else if ((whole == KVP_E_FOREIGN && !force) || whole == KVP_E_MODE)
+        status = kvp_fail(whole, "%s: %s: it is left alone%s", uri, kvp_strerror(whole),
+                          whole == KVP_E_MODE ? "" : " (force removes it)");
+    int kind = mapping.kind;
+    free(seen);
+    kvp_mapping_close(&mapping);
+    return status || kind == KVP_MAP_DAX ? status : kvp_mapping_unlink(uri);
+}
+
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host)
+{
+    struct kvp_mapping mapping;
+    uint8_t uuid[16];
+    int64_t lost = kvp_sim_lose_host(uri, host);
+    int status = lost < 0 ? (int)lost : kvp_mapping_open(uri, &mapping);
+
+    if (status)
+        return status;
+    __builtin_memcpy(uuid, ((const struct kvp_superblock *)(const void *)mapping.base)->uuid, sizeof uuid);
+    kvp_mapping_close(&mapping);
+    status = kvp_host_memory_remove(uuid, host);
+    return status && status != KVP_E_NOTFOUND ? status : lost;
+}
+
+int kvp_pool_mode(const char *uri)
+{
+    struct kvp_mapping mapping;
+    int status = kvp_mapping_open(uri, &mapping);
+
+    if (status)
+        return status;
+    const struct kvp_superblock *super = (const struct kvp_superblock *)(const void *)mapping.base;
+    status = mapping.bytes < KVP_PAGE ? kvp_superblock_verify(super, mapping.bytes)
+           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_MODE /* whoever opens it says what it is */
+                                                                : (int)super->mode;
+    kvp_mapping_close(&mapping);
+    return status;
+}
