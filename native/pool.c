@@ -293,9 +293,11 @@ int kvp_pool_commit(kvp_pool *pool)
     if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
         return status;
     pool->life = nc_load(&pool->super->life);
-    if ((status = attach(pool, pool->super->uuid, &layout)) || (status = join(pool)))
-        return status;
-    return kvp_mapping_commit(&pool->mapping);
+    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK && (status = join(pool)) == KVP_OK)
+        status = kvp_mapping_commit(&pool->mapping);
+    if (status && KVP_MANY_HOSTS)
+        kvp_host_memory_remove(pool->super->uuid, pool->host); /* of a pool that nobody will ever find */
+    return status;
 }
 
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)

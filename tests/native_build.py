@@ -39,6 +39,7 @@ class Flavour:
 
 PLAIN = Flavour("plain", "gcc", ("-O2",))
 CRASH = Flavour("crash", "gcc", ("-O2", "-DKVP_CRASH_POINTS"))
+CRASH_SIM = Flavour("crash-sim", "gcc", ("-O2", "-DKVP_CRASH_POINTS", "-DKVP_MODE=2"))
 TSAN = Flavour("tsan", "clang", ("-O1", "-fsanitize=thread"))
 ASAN = Flavour("asan", "gcc", ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 CLANG = Flavour("clang", "clang", ("-O2", "-Watomic-alignment", "-Watomic-implicit-seq-cst"))
