@@ -15,6 +15,7 @@ from kvpool import reports
 from kvpool.bindings import MODES, Core, core, ffi, lib, loaded
 from kvpool.bindings.errors import InvalidArgument, OutOfRange, Truncated
 from kvpool.bindings.views import class_array, class_torch, mapping_array
+from kvpool.fencing import Answers, Fence
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
@@ -49,6 +50,7 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        self._answers = Answers()
 
     # ---- life ----
 
@@ -201,8 +203,17 @@ class Pool:
         """
         return self.core.check(self.core.lib.kvp_pool_fence(self.handle, host, incarnation))
 
+    def tend(self, fence: Fence) -> int:
+        """One step of looking after lost hosts: ask the site about each that has lapsed, adopt where it names us.
+
+        `fence` is asked once for each incarnation, again only while it answers None or fails, or if the adopter that it
+        named was lost in turn. Returns how many segments this host adopted. See `kvpool.fencing` for what the hook
+        must keep; `Tender` calls this regularly.
+        """
+        return self._answers.tend(self, fence)
+
     def line_counts(self) -> dict[str, int]:
-        """Mode sim: what this process has done with cache lines of its host so far: loads, lines written back, and so on.
+        """Mode sim: what this process has done with cache lines of its host: loads, lines written back, and so on.
 
         Raises `InvalidArgument` in other modes.
         """
@@ -294,7 +305,8 @@ def create(
 ) -> Pool:
     """Make a pool and open it. All memory is backed before this returns.
 
-    `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660, ?node=N, ?interleave=0,1.
+    `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660,
+    ?node=N, ?interleave=0,1.
     `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
     KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
     chain first), lru, fifo, lfu. `workers`: handles that may be open at once on each host, 1 to 64.

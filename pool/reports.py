@@ -169,7 +169,7 @@ HOST_STATES = ("free", "present", "lapsed", "fenced", "left")
 
 
 def pool_hosts(core: Core, handle: Any, count: int) -> list[dict[str, Any]]:
-    """Every host of the pool as this one sees it: state, incarnation, silence in milliseconds, segments owned, asked for."""
+    """Every host of the pool as this one sees it: state, incarnation, silence, segments owned and asked for."""
     hosts = []
     raw = core.ffi.new("struct kvp_host_info *")
     for number in range(count):
