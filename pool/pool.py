@@ -296,8 +296,8 @@ def _demand_numbers(**numbers: tuple[int, int]) -> None:
 def _demand_no_device(uri: str) -> None:
     if str(uri).startswith(("dax:", "file:")) and os.environ.get("KVPOOL_UNQUALIFIED") != "1":
         raise Unqualified(
-            f"{uri}: a new pool on a device is not tested yet: make it with unqualified=True (as 'kvpool create' does), "
-            "then run 'kvpool qualify' on it"
+            f"{uri}: a new pool on a device is not tested yet: make it with unqualified=True (as 'kvpool create' does) "
+            "and run 'kvpool qualify' on it"
         )
 
 
@@ -342,6 +342,8 @@ def create(
     """
     strides = _strides(block)
     chosen = core(mode or ("sim" if str(uri).startswith("sim:") else "coherent"))
+    if chosen.mode == "noncoherent" and not unqualified:
+        _demand_no_device(uri)
     if (size is None) == (blocks is None):
         raise InvalidArgument("give either size (of the whole pool) or blocks (an exact number)")
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 < blocks < 1 << 40):
@@ -351,15 +353,11 @@ def create(
     if policy not in POLICIES:
         raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
     _demand_numbers(hosts=(hosts, 1), host=(host, 0), quota=(quota, 0))
-    if chosen.mode == "noncoherent" and not unqualified:
-        _demand_no_device(uri)
     request = chosen.ffi.new("struct kvp_request *")
     request.hosts, request.host, request.quota = hosts, host, quota
     request.lease_ms = round(lease * 1000)
     request.bytes = 0 if size is None else parse_size(size)
-    request.blocks = blocks or 0
-    request.workers = workers
-    request.classes = len(strides)
+    request.blocks, request.workers, request.classes = blocks or 0, workers, len(strides)
     request.stride = strides + [0] * (8 - len(strides))
     if replace:
         _remove_if_there(uri)
