@@ -17,9 +17,12 @@ int kvp_enter(kvp_pool *pool)
         return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
     if (KVP_MODE == KVP_SIM)
         kvp_sim_events(&pool->mapping);
-    if (KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced))
+    /* Not only before it publishes: what a lost host pins nobody spares, and what it evicts is another's. */
+    if (KVP_MANY_HOSTS && (co_load(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
+        co_store(&pool->arena.head->fenced, 1);
         return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
                         "again", pool->host);
+    }
     if (kvp_life(pool) != pool->life)
         return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
                         pool->mapping.uri);
