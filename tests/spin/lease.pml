@@ -5,9 +5,9 @@
  * adopt. Nothing is coherent between hosts: every host has a copy of each line, a dirty copy may be written back at
  * any moment, a clean one dropped at any moment, and a reset loses what was not written back (or not: by choice).
  *
- * A step here is a call, or the part of one between two fences. What happens inside (store buffers, late write-
- * backs, missing fences) is checked on the C text itself by the explorer; this model checks who may do what, and
- * when.
+ * A step here is a call, or the part of one between two fences. What happens inside (store buffers, late
+ * write-backs, missing fences) is checked on the C text itself by the explorer; this model checks who may do what,
+ * and when.
  *
  *   step of the model            stands for, in C
  *   sees_expired                 coherence/hosts.c   kvp_host_*: the beat has not changed for a lease
@@ -36,7 +36,7 @@
  *   RESTART_UNNAMED        a restarted host takes its old segment without having been named
  *   RENAME_EARLY           the fence names another adopter before the first has adopted or was fenced itself
  *   COUNT_FENCED_PINS      pins of a fenced incarnation count for ever (the adopter can never reuse)
- * */
+ */
 #define A 0
 #define B 1
 #define C 2
@@ -157,7 +157,7 @@ end:
 #define look_at_pins free = !any_pin
 #endif
 
-/* The block is about to get new bytes: no valid pin of a live host may stand. (A host that was cut off changes none.) */
+/* The block is about to get new bytes: no valid pin of a live host may stand. (One that was cut off changes none.) */
 inline take(host) {
     assert(cut[host] || (!pinned[B] && !pinned[C] && (!pinned[A] || cut[A])));
     store_word(host, WITH(word_copy[host], OWN))
@@ -404,7 +404,7 @@ end:
     od
 }
 
-/* Power is lost, and comes back sooner than any lease expires, or later. A host that was cut off reboots to be let in. */
+/* Power is lost, and comes back sooner than any lease expires, or later. A host that was cut off must reboot. */
 proctype power() {
     byte losses = LOSSES, boots = BOOTS;
 end:
