@@ -386,7 +386,8 @@ def test_a_zombie_publishes_nothing(make_hosts):
             except kvpool.Fenced:
                 say("Fenced")
         pool.close()
-        again = kvpool.open(sys.argv[1], host=1); say(len(again.namespace(IDENTITY).match(chain(1))), again.info["owned"])
+        again = kvpool.open(sys.argv[1], host=1)
+        say(len(again.namespace(IDENTITY).match(chain(1))), again.info["owned"])
         wait()
         """,
     )
