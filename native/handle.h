@@ -25,9 +25,12 @@ struct kvp_superblock {
     uint8_t pad0[1024 - 88 - sizeof(struct kvp_layout)];
     nc_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
     uint8_t pad1[56];
+    nc_u64 qualified[KVP_QUALIFICATION_WORDS]; /* struct kvp_qualification, word by word; written by one host at a time */
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
+_Static_assert(offsetof(struct kvp_superblock, qualified) % KVP_LINE == 0, "and so is the digest of the qualification");
+_Static_assert(sizeof(struct kvp_qualification) == 8 * KVP_QUALIFICATION_WORDS, "the digest is on-media");
 _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
 
 /* ---- directory ---------------------------------------------------------------------------------------
@@ -134,6 +137,7 @@ struct kvp_pool {
     uint32_t copies;           /* calls between reserve and publish, outside the lock */
     int joined;
     int closed;
+    int unqualified;           /* the caller takes a device that was not qualified */
     int borrows;               /* the mapping belongs to another handle: kvp_pool_share */
 };
 
@@ -256,5 +260,10 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 void kvp_superblock_seal(struct kvp_superblock *super);
 /* Is this an image we can use? Each reason is its own status. */
 int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
+
+/* ---- qualify.c ---- */
+
+/* May this mapping be used in this mode? UNQUALIFIED: a device, in mode noncoherent, that nobody has tested. */
+int kvp_qualification_demand(const kvp_pool *pool);
 
 #endif

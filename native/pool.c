@@ -332,7 +332,8 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, seen.layout.hosts);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
-    if ((status = see_as_host(pool)) == KVP_OK && (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
+    if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
+        (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;
@@ -341,12 +342,18 @@ static int open_mapped(kvp_pool *pool)
 
 int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out)
 {
+    return kvp_pool_open_with(uri, host, 0, out);
+}
+
+int kvp_pool_open_with(const char *uri, uint32_t host, uint32_t flags, kvp_pool **out)
+{
     kvp_pool *pool = new_pool();
 
     *out = NULL;
     if (!pool)
         return KVP_E_NOSPACE;
     pool->host = host;
+    pool->unqualified = flags & KVP_OPEN_UNQUALIFIED;
     int status = kvp_mapping_open(uri, &pool->mapping);
     if (status == KVP_OK) {
         pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
@@ -369,6 +376,7 @@ int kvp_pool_share(kvp_pool *from, kvp_pool **out)
     pool->mapping = from->mapping;
     pool->super = from->super;
     pool->host = from->host;
+    pool->unqualified = 1; /* whoever has the other handle was asked */
     pool->borrows = 1;
     int status = open_mapped(pool);
     if (status)

@@ -1,4 +1,4 @@
-"""Several hosts in one test: handles of each in this process, or child processes that can be stopped and killed."""
+"""Several hosts in one test: handles of each in this process, others in children that can be stopped and killed."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Hosts:
         return self.pools[host].namespace(IDENTITY)
 
     def chain(self, number, n=8):
-        ns = next(iter(self.pools.values())).namespace(IDENTITY)
-        return ns.keys(range(number * 100000, number * 100000 + 16 * n))
+        first = number * 100000
+        return next(iter(self.pools.values())).namespace(IDENTITY).keys(range(first, first + 16 * n))
 
     def child(self, host, body, **options):
         self.children.append(Child(self.uri, host, body, **options))
