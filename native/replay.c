@@ -10,6 +10,7 @@
 #include <sched.h>
 
 enum { AHEAD = 16, PEEK = 2 };
+enum { PATIENCE = KVP_MODE == KVP_EXPLORE ? 0 : 200 }; /* rounds of the scheduler; a turn takes microseconds */
 
 /* Generations of references wrap at 2^30; what is compared is never half of that apart. */
 static int is_newer(uint64_t generation, uint64_t than)
@@ -217,18 +218,24 @@ static int take_turn(kvp_pool *pool)
     return co_cas32(replayer, &seen, pool->arena.self + 1);
 }
 
-uint32_t kvp_replay(kvp_pool *pool, int patience)
+uint32_t kvp_replay(kvp_pool *pool)
+{
+    co_u32 *replayer = &pool->arena.head->replayer;
+
+    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1)
+        return 0;
+    for (int round = 0; round < PATIENCE && co_load32(replayer); round++)
+        sched_yield();
+    return kvp_replay_if_free(pool);
+}
+
+uint32_t kvp_replay_if_free(kvp_pool *pool)
 {
     uint32_t applied = 0;
     int lapped = 0;
 
-    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1)
+    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1 || !take_turn(pool))
         return 0;
-    for (; !take_turn(pool); patience--) {
-        if (patience <= 0)
-            return 0;
-        sched_yield();
-    }
     refresh_heads(pool);
     for (uint32_t h = 0; h < pool->arena.layout.hosts; h++)
         for (uint32_t w = 0; w < tables_of(pool, h); w++)

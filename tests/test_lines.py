@@ -1,11 +1,10 @@
 """What each operation costs in lines of pool memory, counted by the simulator: the budget of the design, exactly.
 
-One process has two hosts open; no events (?events=0), and nothing ticks in between: `quiet` says so, or counts again.
+One process has two hosts open, and no lines move by themselves (?events=0). What a keeper does meanwhile is told apart
+by counting again.
 """
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hosts import holds
 
 LINE, BLOCK = 64, 4096
 PAYLOAD = BLOCK // LINE
-TRIES = 200
+TRIES, ENOUGH = 200, 20
 COUNTED = ("loads", "stores", "lines_written", "lines_invalidated", "fences")
 
 
@@ -29,28 +28,28 @@ def two(make_hosts):
 
 
 def cost(pool, action, prepare=lambda: None, undo=lambda result: None):
-    """What an action costs when no tick of the keeper comes between: the least of many times, each line of it alone."""
-    least = None
+    """What an action costs when no tick of a keeper comes between, less what it says: the least of many times."""
+    seen = []
     for _ in range(TRIES):
         prepare()
         before = pool.line_counts()
         result = action()
         after = pool.line_counts()
         undo(result)
-        counted = {name: after[name] - before[name] for name in COUNTED}
-        least = {name: min(counted[name], least[name]) for name in COUNTED} if least else counted
-        if least == counted:  # met twice, so no chance mixture of two
-            met = getattr(cost, "met", None)
-            cost.met = counted
-            if met == counted:
-                return counted
-        time.sleep(0.001)
-    return least
+        seen.append({name: after[name] - before[name] - (result or {}).get(name, 0) for name in COUNTED})
+        if seen.count(seen[-1]) == ENOUGH:
+            break
+    return min(seen, key=lambda counted: sum(counted.values()))
 
 
 def raw(pool, keys):
     """Keys as the C core takes them."""
     return pool.core.ffi.from_buffer(b"".join(keys)), len(keys)
+
+
+def lines_of(refs, each):
+    """Lines in which the words (8 each) or labels (4 each) of blocks lie."""
+    return len({(int(ref) & 0x1FFFFFFF) // each for ref in refs})
 
 
 def matcher(pool, keys):
@@ -69,8 +68,8 @@ def test_a_hit_lookup_touches_no_line(two, host):
     """Neither its own host's blocks nor another's: not a load, not a store, not a fence."""
     ns = two.ns(host)
     keys = two.chain(1, 64)
-    assert cost(two.pools[host], lambda: ns.lookup(keys)) == dict.fromkeys(COUNTED, 0)
-    assert cost(two.pools[host], lambda: ns.contains(keys)) == dict.fromkeys(COUNTED, 0)
+    assert cost(two.pools[host], lambda: ns.lookup(keys) is None) == dict.fromkeys(COUNTED, 0)
+    assert cost(two.pools[host], lambda: ns.contains(keys) is None) == dict.fromkeys(COUNTED, 0)
     assert ns.lookup(keys).all()
 
 
@@ -79,20 +78,23 @@ def test_a_pin_batch(two, n):
     """Of foreign blocks: one line of slots per 8, the words' lines and the payload refreshed, one pair of fences."""
     pool = two.pools[1]
     match, release = matcher(pool, two.chain(1, n))
-    keep = two.ns(1).match(two.chain(1, 64)[-1:]) if n < 64 else None  # the high-water mark is up
+    keep = two.ns(1).match(two.chain(1, 64)[-8:]) if n < 64 else None  # the high-water mark is up; a line of slots used
     counted = cost(pool, match, undo=release)
     del keep
-    assert counted["fences"] == 2
-    assert -(-n // 8) <= counted["lines_written"] <= -(-n // 8) + 1  # unaligned: a slot of the first line is `keep`'s
-    assert counted["stores"] == n
-    assert n * PAYLOAD + -(-n // 8) <= counted["lines_invalidated"] <= n * PAYLOAD + n
-    assert counted["loads"] <= 2 * n
+    words = lines_of(two.ns(1).lookup(two.chain(1, n)), 8)
+    assert counted == {
+        "loads": n,  # the words
+        "stores": n,  # the slots
+        "lines_written": -(-n // 8),
+        "lines_invalidated": n * PAYLOAD + words,
+        "fences": 2,
+    }
 
 
 def test_unpinning_writes_its_slots_and_waits_for_nothing(two):
     pool = two.pools[1]
     match, release = matcher(pool, two.chain(1, 64))
-    counted = cost(pool, lambda: release(None), prepare=match)
+    counted = cost(pool, lambda: release(None) and None, prepare=match)
     assert counted["fences"] == counted["lines_invalidated"] == 0
     assert counted["stores"] == 64
 
@@ -112,7 +114,7 @@ def test_a_copy_out_writes_nothing(two):
     out = np.zeros((32, BLOCK), np.uint8)
     for host in (0, 1):
         ns = two.ns(host)
-        counted = cost(two.pools[host], lambda ns=ns: ns.get_into(keys, out))
+        counted = cost(two.pools[host], lambda ns=ns: ns.get_into(keys, out) is None)
         assert counted["lines_written"] == counted["stores"] == 0
         assert counted["lines_invalidated"] == (0 if host == 0 else 32 * (PAYLOAD + 1))
         assert np.array_equal(out[3], payload(keys[3]))
@@ -131,10 +133,11 @@ def test_a_publish_batch(two, n):
 
     def publish():
         assert core.lib.kvp_publish(pool.handle, 0, numbers, data, n, refs) == n
+        return {"lines_written": n * PAYLOAD + lines_of(refs, 8) + lines_of(refs, 4)}
 
     counted = cost(pool, publish, prepare=reserve, undo=lambda _: core.lib.kvp_remove(pool.handle, 0, data, n))
-    words, labels, records = -(-n // 8), -(-n // 4), -(-n // 2)
     assert counted["fences"] == 2
     assert counted["lines_invalidated"] == 0
-    assert n * PAYLOAD <= counted["lines_written"]
-    assert counted["lines_written"] - n * PAYLOAD <= words + labels + records + 4, counted  # batches begin within lines
+    assert (
+        -(-n // 2) <= counted["lines_written"] <= n // 2 + 1
+    )  # records: two a line, and the first one may be in its second half
