@@ -107,7 +107,7 @@ static void on_tick(void *context)
     kvp_pool *pool = context;
     int idle = 1;
 
-    if (pool->joined)
+    if (KVP_MANY_HOSTS && __atomic_load_n(&pool->joined, __ATOMIC_ACQUIRE))
         kvp_host_tick(pool);
     if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
         return;
@@ -148,7 +148,7 @@ static int join(kvp_pool *pool)
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
     kvp_host_joined(pool);
-    pool->joined = 1;
+    __atomic_store_n(&pool->joined, 1, __ATOMIC_RELEASE); /* the keeper may tick */
     kvp_unlock(pool);
     return KVP_OK;
 }

@@ -24,7 +24,7 @@ TESTS = sorted(p for pattern in ("*.py", "native/*.[ch]", "fuzz/*.c") for p in (
 PRIVATE_ATOMICS = {
     "coherence/keeper.c": r"fork_count|cached|in_this_order",  # forks, boot id; what the kernel reads of a dead thread
     "coherence/copy.c": r"dummy|passed",  # a fence for the sanitizer; the crash counter
-    "native/pool.c": r"pool->(closed|copies|holders)",  # the handle
+    "native/pool.c": r"pool->(closed|copies|holders|joined)",  # the handle
     "native/copies.c": r"pool->copies",
     "native/holds.c": r"pool->holders",
     "native/policy.c": r"pool->used_count",
