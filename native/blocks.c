@@ -239,9 +239,7 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref, const struct kvp
 {
     if (kvp_is_ours(&pool->arena, c, kvp_block_number((uint32_t)ref)))
         return kvp_remove_ours(pool, c, ref);
-    kvp_unknow(pool, ref);
-    kvp_log_event(pool, KVP_EVENT_ASKED, ref, key);
-    return 1;
+    return kvp_ask_to_remove(pool, ref, key);
 }
 
 int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)

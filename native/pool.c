@@ -79,9 +79,7 @@ static void on_death(void *context, uint32_t dead)
      * from where a killed thread does not come back. */
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
     uint64_t freed = kvp_recover(&pool->arena, dead);
-    uint32_t replayer = dead + 1;
-    co_cas32(&pool->arena.head->replayer, &replayer, 0);
-    kvp_replica_scan(pool); /* what the dead had published and not yet made known */
+    kvp_host_recovered(pool, dead);
     if (pool->keeper.self == KVP_NO_WORKER)
         return; /* we are joining: the slot is to be ours */
     uint64_t end = monotonic_ns();
@@ -91,6 +89,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
     kvp_log_event(pool, KVP_EVENT_RECOVERED, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
+    kvp_replay(pool); /* with the scan that the dead made due */
 }
 
 /* Has the image stayed what it was when we opened it? On a device another pool may have taken its place. */
