@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-enum { HELD_MAX = 12, CHAIN_MAX = 4, NAMES = 96, TRIES = 5000, PAUSE_US = 2000 };
+enum { HELD_MAX = 12, CHAIN_MAX = 4, NAMES = 96, TRIES = 2000, PAUSE_US = 2000 };
 
 static kvp_pool *pool;
 static struct seat *seat;
