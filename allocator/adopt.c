@@ -85,19 +85,20 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
 
     kvp_forget_former(arena, segment);
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
-        struct kvp_class *class = &arena->class[c];
         kvp_segment_blocks(arena, c, segment, &number, &end);
         uint32_t first = number;
         for (; number < end; number++)
-            if (is_becoming_ours(arena, c, number, arena->self)) {
+            if (is_becoming_ours(arena, c, number, arena->self))
                 undo(arena, c, number);
-                if (kvp_word_state(nc_load(&class->words[number])) == KVP_FREE)
-                    hint(class, number);
-            }
-        nc_write_back(&class->words[first], (end - first) * 8ull);
+        nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
     }
     co_store(&arena->segments[segment], held == KVP_CLASSES_MAX ? kvp_segment_word(KVP_SEGMENT_FREE, 0, 0)
                                                                 : kvp_segment_word(KVP_SEGMENT_HELD, held, 0));
+    /* Only now: who finds the hint of a block that is not ours drops it. */
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
+            if (kvp_is_ours(arena, c, number) && kvp_word_state(nc_load(&arena->class[c].words[number])) == KVP_FREE)
+                hint(&arena->class[c], number);
 }
 
 static void clear_pins(struct kvp_arena *arena)

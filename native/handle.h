@@ -133,6 +133,7 @@ struct kvp_pool {
     uint32_t holders;          /* the handle itself and each hold: the last one unmaps */
     uint32_t copies;           /* calls between reserve and publish, outside the lock */
     int joined;
+    int seated;                /* under the lock: the slot is ours */
     int closed;
     int borrows;               /* the mapping belongs to another handle: kvp_pool_share */
 };
@@ -151,6 +152,7 @@ static inline uint64_t kvp_order_stamp(const kvp_pool *pool, const struct kvp_or
 int kvp_enter(kvp_pool *pool);
 int kvp_enter_class(kvp_pool *pool, uint32_t class);
 void kvp_lock(kvp_pool *pool);
+int kvp_trylock(kvp_pool *pool); /* 1 if it is ours */
 void kvp_unlock(kvp_pool *pool);
 static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t n)
 {

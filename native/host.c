@@ -280,7 +280,7 @@ static uint32_t follow(kvp_pool *pool, int patient)
 
     if (patient)
         kvp_lock(pool);
-    if (patient || !pthread_mutex_trylock(&pool->lock)) {
+    if (patient || kvp_trylock(pool)) {
         if (pool->joined && !pool->closed)
             tick_locked(pool, have_turn);
         kvp_unlock(pool);
