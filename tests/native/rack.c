@@ -317,6 +317,8 @@ static void see_to_adoption(uint32_t h)
     struct host *host = &hosts[h];
 
     if (!host->asked) {
+        if (hosts[host->adopter].plan != UP)
+            return; /* it comes back, or is fenced in turn: then another is named */
         struct seat *at = &rack->seats[host->adopter * WORKERS + roll(WORKERS)];
         if (!at->pid || shared_load(&at->done) != at->serial)
             return;
@@ -509,7 +511,7 @@ static void disturb(void)
     }
     if (roll(120) == 0 && hosts_down() < LOST_AT_ONCE) {
         uint32_t h = (uint32_t)roll(HOSTS);
-        if (hosts[h].plan == UP && !is_adopter(h))
+        if (hosts[h].plan == UP && (!is_adopter(h) || roll(4) == 0))
             strike_host(h);
     }
 }
@@ -541,16 +543,19 @@ static void create(uint64_t number)
 {
     struct kvp_request request = {.blocks = BLOCKS, .workers = SLOTS, .classes = 1, .stride = {STRIDE}, .hosts = HOSTS,
                                   .lease_ms = LEASE_MS};
-    char with_seed[160];
+    char options[160];
     pid_t child;
     int how;
 
     snprintf(rack->uri, sizeof rack->uri, "%s:rack-%d-%llu", KVP_MODE == KVP_SIM ? "sim" : "shm", (int)getpid(),
              (unsigned long long)number);
-    snprintf(with_seed, sizeof with_seed, KVP_MODE == KVP_SIM ? "%s?seed=%llu" : "%s", rack->uri, (unsigned long long)number);
+    int length = snprintf(options, sizeof options, "%s", rack->uri);
+    if (KVP_MODE == KVP_SIM) /* caches that do little by themselves, and some that do much */
+        snprintf(options + length, sizeof options - (size_t)length, "?seed=%llu&events=%llu", (unsigned long long)number,
+                 1ull << roll(6));
     if ((child = fork()) == 0) {
-        int status = kvp_pool_create(with_seed, &request, "lru", &pool);
-        REQUIRE(status == KVP_OK, "create %s: %s", with_seed, kvp_strerror(status));
+        int status = kvp_pool_create(options, &request, "lru", &pool);
+        REQUIRE(status == KVP_OK, "create %s: %s", options, kvp_strerror(status));
         REQUIRE(pool->arena.layout.segments == 64, "%u segments", pool->arena.layout.segments);
         kvp_pool_free(pool);
         _exit(0);
