@@ -149,9 +149,10 @@ struct kvp_head {
     co_u32 replayer;           /* worker + 1 that has the turn to replay logs and to make segments ours, or 0 */
     co_u32 stale;              /* 1: what is known is to be compared with all words */
     co_u64 asked;              /* other hosts have been asked to remove blocks: CLOCK_MONOTONIC of the next look; or 0 */
-    co_u64 unannounced;        /* 1: the other hosts have not been told of this start */
+    co_u64 learned;            /* grows when records of other hosts have been applied */
     co_u64 clock;              /* logical time of accesses and publications, for the policies */
-    co_u64 reserved2[7];       /* zero */
+    co_u64 unannounced;        /* 1: the other hosts have not been told of this start */
+    co_u64 reserved2[6];       /* zero */
     co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
     co_u64 reserved3[7];       /* zero */
 };

@@ -26,6 +26,7 @@ __all__ = [
     "Stale",
     "SystemFailure",
     "Truncated",
+    "Unqualified",
     "VersionMismatch",
     "WrongHost",
     "WrongMode",
@@ -144,6 +145,12 @@ class Fenced(Error):
     """This host was declared lost and what it owned is another's: close the pool and open it again."""
 
     code = -24
+
+
+class Unqualified(Error):
+    """Nobody has shown that hosts may share this device without coherence: run `kvpool qualify` on it."""
+
+    code = -25
 
 
 class Closed(Error):

@@ -57,6 +57,7 @@ enum kvp_status {
     KVP_E_NOSLOT = -22,    /* every worker slot is taken by a live process */
     KVP_E_HOST = -23,      /* no such host, or its identity is another machine's */
     KVP_E_FENCED = -24,    /* this host was declared lost: what it owned is another's */
+    KVP_E_UNQUALIFIED = -25, /* nobody has shown that hosts may share this device without coherence */
     /* blocks */
     KVP_E_FULL = -30,      /* no block is free and nothing may be evicted */
     KVP_E_RANGE = -31,     /* no such class or block number */
@@ -242,6 +243,8 @@ void kvp_sim_copy_in(void *pool, const void *from, uint64_t bytes); /* of kvp_co
  * lock for ten seconds; INVALID (another size); PERMISSION (another user's); SYSTEM. */
 int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh);
 void kvp_host_memory_unlock(struct kvp_mapping *mapping);
+/* Map what is there, to look at it, without its lock. NOTFOUND; INVALID (another size); SYSTEM. */
+int kvp_host_memory_look(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out);
 /* Remove the name; who has it mapped keeps it. NOTFOUND, PERMISSION. */
 int kvp_host_memory_remove(const uint8_t uuid[16], uint32_t host);
 

@@ -25,9 +25,12 @@ struct kvp_superblock {
     uint8_t pad0[1024 - 88 - sizeof(struct kvp_layout)];
     nc_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
     uint8_t pad1[56];
+    nc_u64 qualified[KVP_QUALIFICATION_WORDS]; /* struct kvp_qualification, word by word; written by one host at a time */
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
+_Static_assert(offsetof(struct kvp_superblock, qualified) % KVP_LINE == 0, "and so is the digest of the qualification");
+_Static_assert(sizeof(struct kvp_qualification) == 8 * KVP_QUALIFICATION_WORDS, "the digest is on-media");
 _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
 
 /* ---- directory ---------------------------------------------------------------------------------------
@@ -135,6 +138,7 @@ struct kvp_pool {
     int joined;
     int seated;                /* under the lock: the slot is ours */
     int closed;
+    int unqualified;           /* the caller takes a device that was not qualified */
     int borrows;               /* the mapping belongs to another handle: kvp_pool_share */
 };
 
@@ -199,15 +203,19 @@ void kvp_host_want(kvp_pool *pool, uint64_t segments);
 
 /* ---- replay.c: the directory of this host follows the logs of the others ---- */
 
-/* The turn to change what is known of other hosts' blocks, and to make segments ours: 1 if it was free. */
-int kvp_turn_take(kvp_pool *pool);
-/* Wait for it: BUSY if nobody has ended it by then. Not while the lock is held, which its holder may want. */
+/* The turn to change what is known of other hosts' blocks, and to make segments ours: 1 if we have it. Another's turn is
+ * awaited for so many rounds of the scheduler. */
+int kvp_turn_take(kvp_pool *pool, int patience);
+/* Wait longer for it: BUSY if nobody has ended it by then. Not while the lock is held, which its holder may want. */
 int kvp_turn_await(kvp_pool *pool, int timeout_ms);
 void kvp_turn_end(kvp_pool *pool);
 /* Under the turn, without the lock: apply what the others have logged since the last time; scan if that is due. */
 uint32_t kvp_follow_logs(kvp_pool *pool);
-/* The same with a turn of its own; 0 also if another worker has the turn. */
-uint32_t kvp_replay(kvp_pool *pool);
+/* The same with a turn of its own. Another's is awaited, since it began before this call and may not see what this one must;
+ * then 0. Takes the lock at times. */
+uint32_t kvp_replay(kvp_pool *pool, int patience);
+/* Of calls that answer a question; a turn takes microseconds, but a stopped worker's does not end. */
+#define KVP_PATIENCE (KVP_MODE == KVP_EXPLORE ? 0 : 200)
 /* Under the turn, without the lock, or when the host starts: compare what is known with all words and labels. */
 void kvp_replica_scan(kvp_pool *pool);
 /* This host has published a block (after it is LIVE), or ended a publication (before its names go). */
@@ -271,5 +279,10 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 void kvp_superblock_seal(struct kvp_superblock *super);
 /* Is this an image we can use? Each reason is its own status. */
 int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
+
+/* ---- qualify.c ---- */
+
+/* May this mapping be used in this mode? UNQUALIFIED: a device, in mode noncoherent, that nobody has tested. */
+int kvp_qualification_demand(const kvp_pool *pool);
 
 #endif

@@ -275,7 +275,7 @@ static void tick_locked(kvp_pool *pool, int have_turn)
  * needs a lock that is taken. */
 static uint32_t follow(kvp_pool *pool, int patient)
 {
-    int have_turn = kvp_turn_take(pool);
+    int have_turn = kvp_turn_take(pool, patient ? KVP_PATIENCE : 0);
     uint32_t applied = have_turn ? kvp_follow_logs(pool) : 0;
 
     if (patient)

@@ -17,9 +17,12 @@ int kvp_enter(kvp_pool *pool)
         return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
     if (KVP_MODE == KVP_SIM)
         kvp_sim_events(&pool->mapping);
-    if (KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced))
+    /* Not only before it publishes: what a lost host pins nobody spares, and what it evicts is another's. */
+    if (KVP_MANY_HOSTS && (co_load(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
+        co_store(&pool->arena.head->fenced, 1);
         return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
                         "again", pool->host);
+    }
     if (kvp_life(pool) != pool->life)
         return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
                         pool->mapping.uri);
@@ -123,7 +126,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
     kvp_log_event(pool, KVP_EVENT_RECOVERED, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
-    kvp_replay(pool); /* with the scan that the dead made due */
+    kvp_replay(pool, KVP_PATIENCE); /* with the scan that the dead made due */
 }
 
 /* Has the image stayed what it was when we opened it? On a device another pool may have taken its place. */
@@ -327,9 +330,11 @@ int kvp_pool_commit(kvp_pool *pool)
     if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
         return status;
     pool->life = nc_load(&pool->super->life);
-    if ((status = attach(pool, pool->super->uuid, &layout)) || (status = join(pool)))
-        return status;
-    return kvp_mapping_commit(&pool->mapping);
+    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK && (status = join(pool)) == KVP_OK)
+        status = kvp_mapping_commit(&pool->mapping);
+    if (status && KVP_MANY_HOSTS)
+        kvp_host_memory_remove(pool->super->uuid, pool->host); /* of a pool that nobody will ever find */
+    return status;
 }
 
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)
@@ -359,7 +364,8 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
-    if ((status = see_as_host(pool)) == KVP_OK && (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
+    if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
+        (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;
@@ -368,12 +374,18 @@ static int open_mapped(kvp_pool *pool)
 
 int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out)
 {
+    return kvp_pool_open_with(uri, host, 0, out);
+}
+
+int kvp_pool_open_with(const char *uri, uint32_t host, uint32_t flags, kvp_pool **out)
+{
     kvp_pool *pool = new_pool();
 
     *out = NULL;
     if (!pool)
         return KVP_E_NOSPACE;
     pool->host = host;
+    pool->unqualified = flags & KVP_OPEN_UNQUALIFIED;
     int status = kvp_mapping_open(uri, &pool->mapping);
     if (status == KVP_OK) {
         pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
@@ -396,6 +408,7 @@ int kvp_pool_share(kvp_pool *from, kvp_pool **out)
     pool->mapping = from->mapping;
     pool->super = from->super;
     pool->host = from->host;
+    pool->unqualified = 1; /* whoever has the other handle was asked */
     pool->borrows = 1;
     int status = open_mapped(pool);
     if (status)

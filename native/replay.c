@@ -17,22 +17,26 @@
  */
 #include "native/handle.h"
 
+#include <sched.h>
 #include <time.h>
 
 enum { AHEAD = 16, PEEK = 2, ASK_AGAIN_NS = 3 * KVP_TICK_MS * 1000000 };
 
 /* ---- the turn ---- */
 
-int kvp_turn_take(kvp_pool *pool)
+int kvp_turn_take(kvp_pool *pool, int patience)
 {
-    uint32_t nobody = 0;
-
-    return co_cas32(&pool->arena.head->replayer, &nobody, pool->arena.self + 1);
+    for (uint32_t nobody = 0; !co_cas32(&pool->arena.head->replayer, &nobody, pool->arena.self + 1); nobody = 0) {
+        if (patience-- <= 0)
+            return 0;
+        sched_yield();
+    }
+    return 1;
 }
 
 int kvp_turn_await(kvp_pool *pool, int timeout_ms)
 {
-    for (int ms = 0; !kvp_turn_take(pool); ms++) {
+    for (int ms = 0; !kvp_turn_take(pool, 0); ms++) {
         if (ms == timeout_ms)
             return kvp_fail(KVP_E_BUSY, "worker %u of this host has followed the logs for %d ms: is it stopped? Try again",
                             co_load32(&pool->arena.head->replayer) - 1, timeout_ms);
@@ -354,14 +358,16 @@ uint32_t kvp_follow_logs(kvp_pool *pool)
         kvp_replica_scan(pool);
         applied++;
     }
-    if (applied)
+    if (applied) {
+        co_add(&pool->arena.head->learned, 1);
         kvp_count(pool, KVP_COUNT_REPLAYED, applied);
+    }
     return applied;
 }
 
-uint32_t kvp_replay(kvp_pool *pool)
+uint32_t kvp_replay(kvp_pool *pool, int patience)
 {
-    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1 || !kvp_turn_take(pool))
+    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1 || !kvp_turn_take(pool, patience))
         return 0;
     uint32_t applied = kvp_follow_logs(pool);
     kvp_turn_end(pool);

@@ -69,6 +69,8 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
     super->layout = *layout;
     super->checksum = checksum(super);
     nc_store(&super->life, incarnation << 1);
+    for (int i = 0; i < KVP_QUALIFICATION_WORDS; i++)
+        nc_store(&super->qualified[i], 0); /* who used the device before has qualified nothing of ours */
 }
 
 void kvp_superblock_seal(struct kvp_superblock *super)

@@ -13,8 +13,9 @@ import numpy as np
 
 from kvpool import reports
 from kvpool.bindings import MODES, Core, core, ffi, lib, loaded
-from kvpool.bindings.errors import InvalidArgument, OutOfRange, Truncated
+from kvpool.bindings.errors import InvalidArgument, OutOfRange, Truncated, Unqualified
 from kvpool.bindings.views import class_array, class_torch, mapping_array
+from kvpool.fencing import Answers, Fence
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
@@ -49,6 +50,7 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        self._answers = Answers()
 
     # ---- life ----
 
@@ -201,8 +203,17 @@ class Pool:
         """
         return self.core.check(self.core.lib.kvp_pool_fence(self.handle, host, incarnation))
 
+    def tend(self, fence: Fence) -> int:
+        """One step of looking after lost hosts: ask the site about each that has lapsed, adopt where it names us.
+
+        `fence` is asked once for each incarnation, again only while it answers None or fails, or if the adopter that it
+        named was lost in turn. Returns how many segments this host adopted. See `kvpool.fencing` for what the hook
+        must keep; `Tender` calls this regularly.
+        """
+        return self._answers.tend(self, fence)
+
     def line_counts(self) -> dict[str, int]:
-        """Mode sim: what this process has done with cache lines of its host so far: loads, lines written back, and so on.
+        """Mode sim: what this process has done with cache lines of its host: loads, lines written back, and so on.
 
         Raises `InvalidArgument` in other modes.
         """
@@ -275,6 +286,21 @@ def _populate(core: Core, handle: Any, threads: int, progress: Progress | None) 
             progress(min(offset + _POPULATE_STEP, total), total)
 
 
+def _demand_numbers(**numbers: tuple[int, int]) -> None:
+    """Each is a value and the least that it may be."""
+    for what, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 0xFFFF:
+            raise InvalidArgument(f"{what}={value!r} is not a number from {least} on")
+
+
+def _demand_no_device(uri: str) -> None:
+    if str(uri).startswith(("dax:", "file:")) and os.environ.get("KVPOOL_UNQUALIFIED") != "1":
+        raise Unqualified(
+            f"{uri}: a new pool on a device is not tested yet: make it with unqualified=True (as 'kvpool create' does) "
+            "and run 'kvpool qualify' on it"
+        )
+
+
 def create(
     uri: str,
     size: int | str | None = None,
@@ -288,13 +314,15 @@ def create(
     host: int = 0,
     lease: float = 3.0,
     quota: int = 0,
+    unqualified: bool = False,
     replace: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Pool:
     """Make a pool and open it. All memory is backed before this returns.
 
-    `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660, ?node=N, ?interleave=0,1.
+    `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660,
+    ?node=N, ?interleave=0,1.
     `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
     KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
     chain first), lru, fifo, lfu. `workers`: handles that may be open at once on each host, 1 to 64.
@@ -302,15 +330,20 @@ def create(
     `mode`: "coherent" (default: one machine, or hardware that keeps hosts coherent), "noncoherent" (hosts over memory
     that nothing keeps coherent), "sim" (default for sim:). With the latter two `hosts`, 1 to 64, share the pool, each
     with an equal part of its memory; `host` is this one. A host that is silent for `lease` seconds has lapsed. `quota`:
-    segments that a host may own at most (0: no limit). `replace`: remove a pool of this
-    name that no live worker uses. `threads` back the memory
-    (default: one per processor, at most 8); `progress(done, total)` bytes is called after every step of it.
+    segments that a host may own at most (0: no limit). On a device (dax:, file:) mode noncoherent needs
+    `unqualified=True` (or KVPOOL_UNQUALIFIED=1): nobody can have tested a pool that is only being made.
+
+    `replace`: remove a pool of this name that no live worker uses. `threads` back the memory (default: one per
+    processor, at most 8); `progress(done, total)` bytes is called after every step of it.
 
     Raises `InvalidArgument`, `Exists`, `Busy` (replace, but in use), `NoSpace` (with the missing byte count),
-    `PermissionDenied`, `SystemFailure`. On any exception, KeyboardInterrupt included, nothing is left behind.
+    `PermissionDenied`, `SystemFailure`, `Unqualified`. On any exception, KeyboardInterrupt included, nothing is
+    left behind.
     """
     strides = _strides(block)
     chosen = core(mode or ("sim" if str(uri).startswith("sim:") else "coherent"))
+    if chosen.mode == "noncoherent" and not unqualified:
+        _demand_no_device(uri)
     if (size is None) == (blocks is None):
         raise InvalidArgument("give either size (of the whole pool) or blocks (an exact number)")
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 < blocks < 1 << 40):
@@ -319,16 +352,12 @@ def create(
         raise InvalidArgument(f"a pool has 1 to 64 workers, not {workers!r}")
     if policy not in POLICIES:
         raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
-    for what, value, least in (("hosts", hosts, 1), ("host", host, 0), ("quota", quota, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 0xFFFF:
-            raise InvalidArgument(f"{what}={value!r} is not a number from {least} on")
+    _demand_numbers(hosts=(hosts, 1), host=(host, 0), quota=(quota, 0))
     request = chosen.ffi.new("struct kvp_request *")
     request.hosts, request.host, request.quota = hosts, host, quota
     request.lease_ms = round(lease * 1000)
     request.bytes = 0 if size is None else parse_size(size)
-    request.blocks = blocks or 0
-    request.workers = workers
-    request.classes = len(strides)
+    request.blocks, request.workers, request.classes = blocks or 0, workers, len(strides)
     request.stride = strides + [0] * (8 - len(strides))
     if replace:
         _remove_if_there(uri)
@@ -358,6 +387,14 @@ def core_of(uri: str) -> Core:
     return core(MODES[reader.check(reader.lib.kvp_pool_mode(_text(uri)))])
 
 
+def host_here(uri: str) -> int:
+    """Which host to be in order to look at a pool from this machine: one that has a live worker here, else one whose
+    memory is here, else 0. So that looking neither wakes a lost host nor claims another machine's number.
+    """
+    chosen = core_of(uri)
+    return chosen.check(chosen.lib.kvp_pool_here(_text(uri)))
+
+
 def _text(uri: str) -> bytes:
     if not isinstance(uri, str) or "\0" in uri:
         raise InvalidArgument(
@@ -378,16 +415,19 @@ def _remove_if_there(uri: str) -> None:
             raise
 
 
-def open(uri: str, *, host: int | None = None, mode: str | None = None) -> Pool:
+def open(uri: str, *, host: int | None = None, mode: str | None = None, unqualified: bool = False) -> Pool:
     """Open a pool that exists, as a new worker.
 
     `host`: which host of the pool this machine is (default: the environment variable KVPOOL_HOST, else 0). `mode`
     insists on one; by default it is what the pool was made for. The first process of a host starts it, and may wait for
     one lease to learn whether the identity is free.
 
+    In mode noncoherent a device (dax:, file:) must have been qualified (`kvpool qualify`), unless `unqualified`
+    takes it as it is, or KVPOOL_UNQUALIFIED=1. shm: and memfd: are memory of one machine and need no qualification.
+
     Raises `NotFound`, `PermissionDenied`, `NoSlot`; for the image `NotReady`, `Foreign`, `VersionMismatch`,
     `LayoutMismatch`, `WrongMode`, `Corrupt`, `Truncated`, `Replaced`; `WrongHost` for an identity that does not exist
-    or is another machine's; `InvalidArgument` for the URI.
+    or is another machine's; `Unqualified`; `InvalidArgument` for the URI.
     """
     number = os.environ.get("KVPOOL_HOST", "0") if host is None else host
     try:
@@ -399,7 +439,9 @@ def open(uri: str, *, host: int | None = None, mode: str | None = None) -> Pool:
         number = 0
     out = chosen.ffi.new("kvp_pool **")
     try:
-        chosen.check(chosen.lib.kvp_pool_open(_text(uri), max(number, 0) if number >= 0 else 0xFFFFFFFF, out))
+        which = number if 0 <= number <= 0xFFFF else 0xFFFFFFFF
+        flags = chosen.lib.KVP_OPEN_UNQUALIFIED if unqualified else 0
+        chosen.check(chosen.lib.kvp_pool_open_with(_text(uri), which, flags, out))
         return _adopt(chosen, out)
     except BaseException:
         chosen.lib.kvp_pool_free(out[0])

@@ -165,11 +165,35 @@ def pool_info(core: Core, handle: Any) -> dict[str, Any]:
     return info
 
 
+LITMUSES = ("store", "stream", "pin", "copy", "record", "stale")
+assert len(LITMUSES) == lib.KVP_LITMUSES
+
+
+def pool_qualification(core: Core, handle: Any) -> dict[str, Any] | None:
+    """What a qualification has recorded: when, where, by which hosts, which tests passed; None if nothing is."""
+    raw = core.ffi.new("struct kvp_qualification *")
+    if not core.check(core.lib.kvp_pool_qualification(handle, raw)):
+        return None
+    texts = {
+        name: core.ffi.string(getattr(raw, name)).decode(errors="replace")
+        for name in ("cpu", "instructions", "device", "features")
+    }
+    return {
+        "when_ns": raw.when_ns,
+        "hosts": [host for host in range(64) if raw.hosts >> host & 1],
+        "tests": [name for i, name in enumerate(LITMUSES) if raw.tests >> i & 1],
+        "rounds": raw.rounds,
+        "stale": raw.stale,
+        "line_bytes": raw.line_bytes,
+        **texts,
+    }
+
+
 HOST_STATES = ("free", "present", "lapsed", "fenced", "left")
 
 
 def pool_hosts(core: Core, handle: Any, count: int) -> list[dict[str, Any]]:
-    """Every host of the pool as this one sees it: state, incarnation, silence in milliseconds, segments owned, asked for."""
+    """Every host of the pool as this one sees it: state, incarnation, silence, segments owned and asked for."""
     hosts = []
     raw = core.ffi.new("struct kvp_host_info *")
     for number in range(count):
@@ -223,7 +247,7 @@ def pool_workers(core: Core, handle: Any, slots: int) -> list[dict[str, Any]]:
 
 def pool_stats(core: Core, handle: Any, uri: str) -> dict[str, Any]:
     """Everything countable, as plain numbers: shape, occupancy per class, counters summed over workers, workers."""
-    stats = {"uri": uri, **pool_info(core, handle)}
+    stats = {"uri": uri, **pool_info(core, handle), "qualification": pool_qualification(core, handle)}
     states = core.ffi.new("uint64_t[64]")
     core.check(core.lib.kvp_pool_states(handle, states))
     for i, part in enumerate(stats["classes"]):
