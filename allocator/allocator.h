@@ -146,12 +146,13 @@ struct kvp_head {
     co_u64 life;               /* of the pool, as last refreshed */
     co_u64 beaten;             /* CLOCK_BOOTTIME of the last beat */
     co_u64 fenced;             /* 1: this host was declared lost */
-    co_u32 replayer;           /* worker + 1 that replays logs, or 0 */
-    co_u32 reserved0;          /* zero */
+    co_u32 replayer;           /* worker + 1 that has the turn to replay logs and to make segments ours, or 0 */
+    co_u32 stale;              /* 1: what is known is to be compared with all words */
+    co_u64 asked;              /* other hosts have been asked to remove blocks: CLOCK_MONOTONIC of the next look; or 0 */
     co_u64 learned;            /* grows when records of other hosts have been applied */
-    co_u64 reserved1;          /* zero */
     co_u64 clock;              /* logical time of accesses and publications, for the policies */
-    co_u64 reserved2[7];       /* zero */
+    co_u64 unannounced;        /* 1: the other hosts have not been told of this start */
+    co_u64 reserved2[6];       /* zero */
     co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
     co_u64 reserved3[7];       /* zero */
 };
@@ -438,11 +439,16 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment);
 /* Take the segments of a lost host: it was reset, and the site has named us (kvp_host_adopt comes first). Its published
  * blocks stay; what it was in the middle of is undone. Returns how many segments. */
 uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost);
+/* Finish or undo what dead workers of ours were moving (kvp_recover_owners has put it down to a live one): this may make
+ * segments ours, and so needs the turn of native/replay.c as taking and adopting do. */
+void kvp_finish_moving(struct kvp_arena *arena);
 /* What has become of an offer of `epoch` to a host, by its row as it stands in our cache: 1 taken, 0 not, -1 being taken. */
 int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to, uint64_t epoch);
 /* Undo what a former owner, or a worker that died while it moved the segment, left half done in it; then it is HELD by
  * the class whose blocks it has, or FREE. The caller has it in MOVING. */
 void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment);
+/* Names that we knew of blocks in a segment that becomes ours go, except those of what is published there. */
+void kvp_forget_former(struct kvp_arena *arena, uint32_t segment);
 /* Drop our cached copies of all that a segment holds, and fence. */
 void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment);
 /* Segments that are ours. */

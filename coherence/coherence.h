@@ -296,7 +296,8 @@ struct kvp_slot {
     co_u64 pid_space;    /* inode of the PID namespace */
     co_u64 reserved1;    /* zero */
     co_u64 joined;       /* CLOCK_REALTIME at join, nanoseconds */
-    co_u64 reserved2[8]; /* zero */
+    co_u64 busy;         /* odd while the worker, or who recovers it, may change words of blocks; many hosts only */
+    co_u64 reserved2[7]; /* zero */
     co_u64 counter[KVP_COUNTERS]; /* statistics, written by this worker alone, never reset */
 };
 _Static_assert(offsetof(struct kvp_slot, counter) == 128, "counters start a line");

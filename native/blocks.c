@@ -31,7 +31,7 @@ int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int p
 
     /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
     if (KVP_MANY_HOSTS && found < n) {
-        kvp_replay(pool);
+        kvp_replay(pool, KVP_PATIENCE);
         if (co_load(&pool->arena.head->learned) != learned) /* by us, or by another worker since we searched */
             found = kvp_directory_find(pool, c, keys, n, prefix, refs);
     }
@@ -257,9 +257,7 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref, const struct kvp
 {
     if (kvp_is_ours(&pool->arena, c, kvp_block_number((uint32_t)ref)))
         return kvp_remove_ours(pool, c, ref);
-    kvp_unknow(pool, ref);
-    kvp_log_event(pool, KVP_EVENT_ASKED, ref, key);
-    return 1;
+    return kvp_ask_to_remove(pool, ref, key);
 }
 
 int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
@@ -269,7 +267,7 @@ int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 
     if (status)
         return status;
-    kvp_replay(pool); /* what others have published until now goes as well */
+    kvp_replay(pool, KVP_PATIENCE); /* what others have published until now goes as well */
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
         int64_t one = 0;

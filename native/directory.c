@@ -368,7 +368,7 @@ void kvp_directory_forget(kvp_pool *pool, uint32_t block)
     kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
-static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
+int kvp_directory_names(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
     uint64_t homes = homes_of(pool, key);
 
@@ -388,8 +388,10 @@ void kvp_directory_settle(kvp_pool *pool, uint32_t block)
     struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
     uint64_t generation = kvp_word_generation(nc_load(&class->words[kvp_block_number(block)]));
 
-    if (is_named(pool, &key, kvp_ref(block, generation)))
+    if (kvp_directory_names(pool, &key, kvp_ref(block, generation)))
         return;
+    if (!kvp_is_unknown(pool, kvp_ref(block, generation)))
+        return; /* not being removed: a scan that died was about to name it, and the next one does */
     kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
@@ -406,7 +408,7 @@ static int is_findable(const kvp_pool *pool, uint32_t c, uint32_t number, int *u
     if (!kvp_is_ours(&pool->arena, c, number))
         return *unlinked = 0, 1;
     *unlinked = kvp_word_state(word) == KVP_LIVE && key.low == 0 && key.high == 0;
-    return kvp_word_state(word) != KVP_LIVE || *unlinked || is_named(pool, &key, ref) ||
+    return kvp_word_state(word) != KVP_LIVE || *unlinked || kvp_directory_names(pool, &key, ref) ||
            !tag_is(pool, (uint32_t)ref, &key) || nc_load(&class->words[number]) != word;
 }
 
@@ -429,6 +431,8 @@ static int may_be_named(const kvp_pool *pool, uint64_t ref, uint64_t word)
 
     if (state == KVP_LIVE)
         return kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref;
+    if (KVP_MANY_HOSTS && !kvp_is_ours(arena, kvp_block_class((uint32_t)ref), kvp_block_number((uint32_t)ref)))
+        return kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref; /* ended: a hint that nobody believes any more */
     /* Not yet published, or evicted and not yet forgotten. */
     return (state == KVP_OWN || state == KVP_EVICTING) && kvp_word_who(word) < arena->layout.workers &&
            !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
@@ -468,7 +472,11 @@ static void check_entry(const kvp_pool *pool, const struct kvp_entry *entry, str
     uint32_t block = (uint32_t)value;
     check->entries += value != 0;
     if (problem)
-        kvp_check_fail(check, block, "class %u, block %u: %s", kvp_block_class(block), kvp_block_number(block), problem);
+        kvp_check_fail(check, block, "class %u, block %u: %s (entry %#llx, word %#llx)", kvp_block_class(block),
+                       kvp_block_number(block), problem, (unsigned long long)value,
+                       (unsigned long long)(block_exists(pool, value & KVP_REF_MASK)
+                                                ? kvp_known_word(&pool->arena, kvp_block_class(block), kvp_block_number(block))
+                                                : 0));
 }
 
 void kvp_directory_check(kvp_pool *pool, struct kvp_check *check)

@@ -113,6 +113,7 @@ enum kvp_event_kind {
     KVP_EVENT_REMOVED,
     KVP_EVENT_RECOVERED,       /* a dead worker */
     KVP_EVENT_ASKED,           /* another host asks the owner to remove it */
+    KVP_EVENT_STARTED,         /* a host: records of its former life may have been lost */
     KVP_EVENT_USED,            /* ref and both halves of the key are up to three blocks that another host has used */
 };
 

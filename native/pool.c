@@ -36,13 +36,43 @@ int kvp_enter_class(kvp_pool *pool, uint32_t class)
     return kvp_enter(pool);
 }
 
+static co_u64 *busy_of(kvp_pool *pool)
+{
+    return &pool->arena.slots[pool->arena.self].busy;
+}
+
+/* Every change of a block's word lies in here, or in a recovery. */
+static void begin(kvp_pool *pool)
+{
+    if (!KVP_MANY_HOSTS || !pool->seated)
+        return;
+    co_store(busy_of(pool), co_load(busy_of(pool)) | 1);
+    nc_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look whose a segment is */
+}
+
 void kvp_lock(kvp_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
+    begin(pool);
+}
+
+int kvp_trylock(kvp_pool *pool)
+{
+    if (pthread_mutex_trylock(&pool->lock))
+        return 0;
+    begin(pool);
+    return 1;
+}
+
+static void end(kvp_pool *pool)
+{
+    if (KVP_MANY_HOSTS && pool->seated && co_load(busy_of(pool)) & 1)
+        co_store(busy_of(pool), co_load(busy_of(pool)) + 1);
 }
 
 void kvp_unlock(kvp_pool *pool)
 {
+    end(pool);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -81,10 +111,12 @@ static void on_death(void *context, uint32_t dead)
      * is still there after the time-out has called exec(), which took its mappings away, or hangs in the kernel,
      * from where a killed thread does not come back. */
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
+    co_u64 *busy = &pool->arena.slots[dead].busy;
+    co_store(busy, co_load(busy) | 1);
+    nc_full_fence(); /* Dekker with kvp_owner_offer, as in begin() */
     uint64_t freed = kvp_recover(&pool->arena, dead);
-    uint32_t replayer = dead + 1;
-    co_cas32(&pool->arena.head->replayer, &replayer, 0);
-    kvp_replica_scan(pool); /* what the dead had published and not yet made known */
+    co_store(busy, co_load(busy) + 1);
+    kvp_host_recovered(pool, dead);
     if (pool->keeper.self == KVP_NO_WORKER)
         return; /* we are joining: the slot is to be ours */
     uint64_t end = monotonic_ns();
@@ -94,6 +126,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
     kvp_log_event(pool, KVP_EVENT_RECOVERED, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
+    kvp_replay(pool, KVP_PATIENCE); /* with the scan that the dead made due */
 }
 
 /* Has the image stayed what it was when we opened it? On a device another pool may have taken its place. */
@@ -112,7 +145,7 @@ static void on_tick(void *context)
 
     if (KVP_MANY_HOSTS && __atomic_load_n(&pool->joined, __ATOMIC_ACQUIRE))
         kvp_host_tick(pool);
-    if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
+    if (!is_current(pool) || !kvp_trylock(pool))
         return;
     for (uint32_t c = 0; c < pool->arena.layout.classes; c++) {
         idle &= !pool->arena.class[c].magazine.used;
@@ -151,6 +184,7 @@ static int join(kvp_pool *pool)
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
     kvp_host_joined(pool);
+    pool->seated = 1;
     __atomic_store_n(&pool->joined, 1, __ATOMIC_RELEASE); /* the keeper may tick */
     kvp_unlock(pool);
     return KVP_OK;
@@ -408,6 +442,8 @@ int kvp_pool_leave(kvp_pool *pool)
         kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
         kvp_host_part(pool);
     }
+    end(pool);
+    pool->seated = 0; /* the slot is another's soon */
     kvp_unlock(pool);
     kvp_keeper_stop(&pool->keeper);
     return KVP_OK;

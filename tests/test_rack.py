@@ -1,0 +1,55 @@
+"""A rack of four hosts with four workers each, killed and lost as seeds have it: nothing lost, wrong, leaked or blocked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import native_build as build
+import pytest
+
+SECONDS = os.environ.get("KVPOOL_RACK_SECONDS", "5")
+SEEDS = os.environ.get("KVPOOL_RACK_SEEDS", "1 2 3").split()
+
+
+def crash(mode: int, *flags: str) -> build.Flavour:
+    """The core of one mode, with its crash points."""
+    name = f"rack{mode}{'-asan' if flags else ''}"
+    return dataclasses.replace(build.CRASH, name=name, flags=(*build.CRASH.flags, f"-DKVP_MODE={mode}", *flags))
+
+
+SIM, NONCOHERENT = crash(2), crash(1)
+ASAN = crash(2, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def soak(flavour: build.Flavour, seconds: str, seed: str) -> dict[str, int]:
+    """Run it; what it counted, by name."""
+    output = build.run([build.program(flavour, "native/rack.c"), seconds, seed], timeout=600)
+    print(output)
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (operations|payloads|deaths|rounds|segments|keys)", output)}
+    counts |= {word: int(n) for word, n in re.findall(r"(killed|lost|fenced|stopped) (\d+)", output)}
+    return counts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_simulated_rack(seed):
+    counts = soak(SIM, SECONDS, seed)
+    assert counts["operations"] > 1000
+    assert counts["payloads"] > 1000
+    assert counts["deaths"] > 0
+
+
+def test_real_instructions():
+    """The hosts are processes of this machine, whose caches are coherent: what is shown is that nothing else breaks."""
+    assert soak(NONCOHERENT, SECONDS, SEEDS[0])["payloads"] > 1000
+
+
+def test_under_sanitizers():
+    assert soak(ASAN, SECONDS, SEEDS[-1])["payloads"] > 1000
+
+
+@pytest.mark.skipif("KVPOOL_RACK_LONG" not in os.environ, reason="a minute: set KVPOOL_RACK_LONG to a seed")
+def test_a_minute():
+    counts = soak(SIM, "60", os.environ["KVPOOL_RACK_LONG"])
+    assert min(counts[what] for what in ("killed", "lost", "fenced", "stopped")) > 0
