@@ -362,6 +362,8 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
     if (seen.policy >= kvp_policy_count())
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
+    if (pool->host >= seen.layout.hosts)
+        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, seen.layout.hosts);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
     if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
