@@ -47,7 +47,7 @@ $(VENV)/dev-ready: $(VENV)/demo-ready
 	$(PIP) install -e '.[demo,dev]'
 	touch $@
 
-$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py bindings/*.py* tools/*.py)
+$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py pool/testing/*.py bindings/*.py* tools/*.py)
 	rm -rf $(VENV)/dist $(VENV)/wheel
 	$(BIN)/python -m build -q --wheel --outdir $(VENV)/dist . 2>/dev/null
 	$(PYTHON) -m venv $(VENV)/wheel

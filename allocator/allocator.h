@@ -148,7 +148,8 @@ struct kvp_head {
     co_u64 fenced;             /* 1: this host was declared lost */
     co_u32 replayer;           /* worker + 1 that replays logs, or 0 */
     co_u32 reserved0;          /* zero */
-    co_u64 reserved1[2];       /* zero */
+    co_u64 learned;            /* grows when records of other hosts have been applied */
+    co_u64 reserved1;          /* zero */
     co_u64 clock;              /* logical time of accesses and publications, for the policies */
     co_u64 reserved2[7];       /* zero */
     co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */

@@ -117,7 +117,7 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
         announced++;
     }
     nc_write_fence(); /* our slots are in memory before a word is dropped, or an old one might be fetched before them */
-    for (uint32_t i = 0; i < announced; i++) {
+    for (uint32_t i = 0; KVP_MANY_HOSTS && i < announced; i++) {
         kvp_refresh_word(arena, refs[i]);
         /* The bytes too, under one fence: a reference comes from a log or a publication that has ended, so they were in
          * memory before this call began. */

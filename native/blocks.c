@@ -17,11 +17,15 @@ void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const
 
 int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
 {
+    uint64_t learned = KVP_MANY_HOSTS ? co_load(&pool->arena.head->learned) : 0;
     uint32_t found = kvp_directory_find(pool, c, keys, n, prefix, refs);
 
     /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
-    if (KVP_MANY_HOSTS && found < n && kvp_replay(pool))
-        found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+    if (KVP_MANY_HOSTS && found < n) {
+        kvp_replay(pool, KVP_PATIENCE);
+        if (co_load(&pool->arena.head->learned) != learned) /* by us, or by another worker since we searched */
+            found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+    }
     kvp_count(pool, KVP_COUNT_LOOKUPS, n);
     kvp_count(pool, KVP_COUNT_HITS, found);
     return found;
@@ -251,15 +255,18 @@ int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 
     if (status)
         return status;
-    kvp_replay(pool); /* what others have published until now goes as well */
+    kvp_replay(pool, KVP_PATIENCE); /* what others have published until now goes as well */
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
+        int64_t one = 0;
         uint64_t ref;
-        if (!kvp_directory_find(pool, c, &key, 1, 0, &ref))
-            continue;
-        kvp_lock(pool);
-        removed += pool->closed ? 0 : remove_one(pool, c, ref, &key);
-        kvp_unlock(pool);
+        /* Hosts that published a key at the same moment have a block of it each: all of them go. */
+        for (uint32_t h = 0; h < pool->arena.layout.hosts && kvp_directory_find(pool, c, &key, 1, 0, &ref); h++) {
+            kvp_lock(pool);
+            one |= pool->closed ? 0 : remove_one(pool, c, ref, &key);
+            kvp_unlock(pool);
+        }
+        removed += one;
     }
     kvp_count(pool, KVP_COUNT_REMOVED, (uint64_t)removed);
     return removed;

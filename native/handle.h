@@ -199,8 +199,12 @@ void kvp_host_want(kvp_pool *pool, uint64_t segments);
 
 /* ---- replay.c: the directory of this host follows the logs of the others ---- */
 
-/* Apply what the others have logged since the last time; 0 also if another worker is doing it. Takes the lock at times. */
-uint32_t kvp_replay(kvp_pool *pool);
+/* Apply what the others have logged since the last time. One worker of a host does it at a time; another's turn is awaited
+ * for so many rounds of the scheduler, since it began before this call and may not see what this one must; then 0. Takes the
+ * lock at times. */
+uint32_t kvp_replay(kvp_pool *pool, int patience);
+/* Of calls that answer a question; a turn takes microseconds, but a stopped worker's does not end. */
+#define KVP_PATIENCE (KVP_MODE == KVP_EXPLORE ? 0 : 200)
 /* Compare what is known with all words and labels: a host that starts, or was lapped, or has adopted. */
 void kvp_replica_scan(kvp_pool *pool);
 /* This host has published a block (after it is LIVE), or ended a publication (before its names go). */

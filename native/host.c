@@ -269,7 +269,7 @@ void kvp_host_tick(kvp_pool *pool)
         co_store(&arena->head->fenced, 1);
     if (co_load(&arena->head->fenced) || kvp_life(pool) != pool->life)
         return;
-    kvp_replay(pool);
+    kvp_replay(pool, 0);
     if (pthread_mutex_trylock(&pool->lock))
         return;
     if (pool->joined && !pool->closed)
@@ -297,7 +297,7 @@ int64_t kvp_pool_follow(kvp_pool *pool)
     if (status || !KVP_MANY_HOSTS)
         return status;
     kvp_host_watch(&pool->arena.roster);
-    int64_t applied = kvp_replay(pool);
+    int64_t applied = kvp_replay(pool, KVP_PATIENCE);
     kvp_lock(pool);
     if (!pool->closed)
         tick_locked(pool);

@@ -17,9 +17,12 @@ int kvp_enter(kvp_pool *pool)
         return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
     if (KVP_MODE == KVP_SIM)
         kvp_sim_events(&pool->mapping);
-    if (KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced))
+    /* Not only before it publishes: what a lost host pins nobody spares, and what it evicts is another's. */
+    if (KVP_MANY_HOSTS && (co_load(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
+        co_store(&pool->arena.head->fenced, 1);
         return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
                         "again", pool->host);
+    }
     if (kvp_life(pool) != pool->life)
         return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
                         pool->mapping.uri);
@@ -107,7 +110,7 @@ static void on_tick(void *context)
     kvp_pool *pool = context;
     int idle = 1;
 
-    if (pool->joined)
+    if (KVP_MANY_HOSTS && __atomic_load_n(&pool->joined, __ATOMIC_ACQUIRE))
         kvp_host_tick(pool);
     if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
         return;
@@ -148,7 +151,7 @@ static int join(kvp_pool *pool)
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
     kvp_host_joined(pool);
-    pool->joined = 1;
+    __atomic_store_n(&pool->joined, 1, __ATOMIC_RELEASE); /* the keeper may tick */
     kvp_unlock(pool);
     return KVP_OK;
 }
@@ -293,9 +296,11 @@ int kvp_pool_commit(kvp_pool *pool)
     if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
         return status;
     pool->life = nc_load(&pool->super->life);
-    if ((status = attach(pool, pool->super->uuid, &layout)) || (status = join(pool)))
-        return status;
-    return kvp_mapping_commit(&pool->mapping);
+    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK && (status = join(pool)) == KVP_OK)
+        status = kvp_mapping_commit(&pool->mapping);
+    if (status && KVP_MANY_HOSTS)
+        kvp_host_memory_remove(pool->super->uuid, pool->host); /* of a pool that nobody will ever find */
+    return status;
 }
 
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)

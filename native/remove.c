@@ -66,7 +66,7 @@ int kvp_pool_remove(const char *uri, int force)
     struct kvp_superblock *seen = calloc(1, sizeof *seen);
     int status = seen ? kvp_mapping_open(uri, &mapping) : kvp_fail(KVP_E_NOSPACE, "no memory for a superblock");
 
-    if (status == KVP_E_TRUNCATED && force) { /* too short to say what it is: perhaps a file of somebody's own */
+    if ((status == KVP_E_TRUNCATED || status == KVP_E_FOREIGN) && force) { /* perhaps a file of somebody's own */
         free(seen);
         return kvp_mapping_unlink(uri);
     }

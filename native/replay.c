@@ -7,6 +7,8 @@
  */
 #include "native/handle.h"
 
+#include <sched.h>
+
 enum { AHEAD = 16, PEEK = 2 };
 
 /* Generations of references wrap at 2^30; what is compared is never half of that apart. */
@@ -215,13 +217,18 @@ static int take_turn(kvp_pool *pool)
     return co_cas32(replayer, &seen, pool->arena.self + 1);
 }
 
-uint32_t kvp_replay(kvp_pool *pool)
+uint32_t kvp_replay(kvp_pool *pool, int patience)
 {
     uint32_t applied = 0;
     int lapped = 0;
 
-    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1 || !take_turn(pool))
+    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1)
         return 0;
+    for (; !take_turn(pool); patience--) {
+        if (patience <= 0)
+            return 0;
+        sched_yield();
+    }
     refresh_heads(pool);
     for (uint32_t h = 0; h < pool->arena.layout.hosts; h++)
         for (uint32_t w = 0; w < tables_of(pool, h); w++)
@@ -231,6 +238,8 @@ uint32_t kvp_replay(kvp_pool *pool)
         kvp_count(pool, KVP_COUNT_RESCANS, 1);
         applied++;
     }
+    if (applied)
+        co_add(&pool->arena.head->learned, 1);
     co_store32(&pool->arena.head->replayer, 0);
     if (applied)
         kvp_count(pool, KVP_COUNT_REPLAYED, applied);

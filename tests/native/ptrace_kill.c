@@ -267,7 +267,7 @@ static uint64_t walk(size_t op, uint8_t *copy, const char *copy_uri)
         if (++k > EACH_UP_TO && k % THEN_EVERY)
             continue;
         note(op, k, rip, "the image");
-        copy_dead(copy, pool->arena.layout.slots_offset, pool->arena.layout.workers);
+        copy_dead(copy, pool->arena.layout.host_offset + pool->arena.layout.slots_offset, pool->arena.layout.workers);
         survive(copy_uri, operations[op].may_go);
     }
     end_child(child);
