@@ -1,6 +1,8 @@
 """One process of test_linear: calls on a pool, drawn from a seed and recorded per key.
 
-python linear_worker.py URI FOLDER NUMBER SEED CALLS
+python linear_worker.py URI FOLDER NUMBER SEED CALLS [evicts]
+
+It says "ready" and begins with the first line that it is given.
 """
 
 import random
@@ -35,6 +37,7 @@ class Worker:
         self.pool = kvpool.open(uri)
         self.ns = self.pool.namespace(IDENTITY)
         self.random = random.Random(f"{seed} {number}")
+        self.hit, self.seen = None, []
         self.tags = iter(range(1 + number, 1 << 40, WORKERS))
 
     def draw(self):
@@ -56,12 +59,20 @@ class Worker:
                 call.results[:] = [False] * len(names)
 
     def match(self):
+        """The pins stay until the next match: what is evicted or removed meanwhile must spare these bytes."""
         keys, names = self.draw()
-        with self.history.call_many("match", names) as call, self.ns.match(keys) as hit:
-            for i, view in enumerate(hit.views):
-                call.results[i] = tag_of(view)
-            if len(hit) < len(names):
-                call.results[len(hit)] = None  # a miss; what comes after it was not asked
+        self.release()
+        with self.history.call_many("match", names) as call:
+            self.hit = self.ns.match(keys)
+            self.seen = [tag_of(view) for view in self.hit.views]
+            call.results[: len(self.hit)] = self.seen
+            if len(self.hit) < len(names):
+                call.results[len(self.hit)] = None  # a miss; what comes after it was not asked
+
+    def release(self):
+        if self.hit:
+            assert [tag_of(view) for view in self.hit.views] == self.seen, "pinned bytes have changed"
+            self.hit.release()
 
     def get(self):
         keys, names = self.draw()
@@ -76,12 +87,17 @@ class Worker:
         with self.history.call("remove", names[i]) as call:
             call.result = bool(self.ns.remove(keys[i : i + 1]))
 
+    def evict(self):
+        self.pool.evict(self.random.randint(1, 3))
 
-def main(uri, folder, number, seed, calls):
+
+def main(uri, folder, number, seed, calls, evicts=""):
     worker = Worker(uri, folder, int(number), seed)
-    verbs = [worker.publish, worker.match, worker.get, worker.remove]
+    verbs = [worker.publish, worker.match, worker.get, worker.remove, worker.evict]
+    print("ready", flush=True)
+    sys.stdin.readline()
     for _ in range(int(calls)):
-        worker.random.choices(verbs, (3, 3, 3, 1))[0]()
+        worker.random.choices(verbs, (4, 4, 4, 1, 1 if evicts else 0))[0]()
     worker.pool.close()
 
 

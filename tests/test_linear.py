@@ -23,24 +23,34 @@ def start(make_pool, tmp_path):
     """Start the workers on a pool; none is left at the end of the test."""
     started = []
 
-    def run(pool):
+    def run(pool, evicts):
         for number in range(WORKERS):
             # The victim would work for ever: it is killed at a moment that nobody chose.
             calls = 1 << 30 if number == VICTIM else CALLS
-            words = [Path(linear_worker.__file__), pool.uri, tmp_path, number, SEED, calls]
-            started.append(subprocess.Popen([sys.executable, "-P", *map(str, words)]))
+            words = [Path(linear_worker.__file__), pool.uri, tmp_path, number, SEED, calls, evicts]
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+        for worker in started:
+            assert worker.stdout.readline() == "ready\n"
+        for worker in started:
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
         return started
 
     yield run
     for worker in started:
         worker.kill()
-        worker.wait()
+        worker.communicate()
 
 
 @pytest.mark.parametrize("blocks", [64, 10], ids=["room for all", "evicting"])
 def test_histories_of_processes(make_pool, start, tmp_path, blocks):
     print(f"KVPOOL_SEED={SEED}")
-    workers = start(make_pool(blocks=blocks, workers=8))
+    evicts = blocks < (WORKERS + CHAINS) * LENGTH  # all keys published, and each worker with a chain reserved
+    workers = start(make_pool(blocks=blocks, workers=8), "evicts" if evicts else "")
     history = History(tmp_path)
     deadline = time.monotonic() + 60
     while sum(operation.worker == f"w{VICTIM}" for operation in history.operations()) < 200:
@@ -49,7 +59,7 @@ def test_histories_of_processes(make_pool, start, tmp_path, blocks):
     workers[VICTIM].kill()
     for number, worker in enumerate(workers):
         assert worker.wait(120) == (-signal.SIGKILL if number == VICTIM else 0)
-    verdict = linearizable(history, PoolModel(evicts=blocks < WORKERS * LENGTH + CHAINS * LENGTH))
+    verdict = linearizable(history, PoolModel(evicts=evicts))
     print(verdict)
     assert verdict.ok, f"KVPOOL_SEED={SEED}\n{verdict}"
     assert verdict.operations > WORKERS * CALLS
