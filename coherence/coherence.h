@@ -87,6 +87,10 @@ int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 
 const char *kvp_line_instructions(void);
 /* For tests and benchmarks, before there are threads: use this set. INVALID if the CPU lacks it. */
 int kvp_line_choose(const char *instructions);
+/* For benchmarks: write lines back, or drop them, and wait until that is done. Whoever publishes or refreshes so many lines
+ * cannot do with less. */
+void kvp_lines_write_back(const void *p, uint64_t bytes);
+void kvp_lines_invalidate(const void *p, uint64_t bytes);
 /* The most that the hardware moves at once. Above 64 two hosts could write one unit: no place for mode noncoherent. */
 uint32_t kvp_line_bytes(void);
 /* cdef: end */
