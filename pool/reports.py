@@ -36,7 +36,7 @@ COUNTERS = (
     "segments_handed_over",
 )
 STATES = ("absent", "free", "cached", "reserved", "live", "evicting")
-KINDS = ("published", "evicted", "removed", "recovered", "remove_asked", "used")
+KINDS = ("published", "evicted", "removed", "recovered", "remove_asked", "host_started", "used")
 WORKER_STATES = ("free", "alive", "dead")
 assert len(COUNTERS) == lib.KVP_COUNTS
 assert len(STATES) == lib.KVP_STATES
@@ -88,7 +88,7 @@ class Event(NamedTuple):
 
     kind: str
     """"published", "evicted", "removed", "recovered"; with many hosts also "remove_asked" (of another host's block) and
-    "used" (a sample of the uses of other hosts' blocks)."""
+    "host_started", and "used" (a sample of the uses of other hosts' blocks)."""
     worker: int
     """Slot of the worker that did it; with many hosts host x workers + slot."""
     sequence: int
