@@ -472,11 +472,8 @@ static void check_entry(const kvp_pool *pool, const struct kvp_entry *entry, str
     uint32_t block = (uint32_t)value;
     check->entries += value != 0;
     if (problem)
-        kvp_check_fail(check, block, "class %u, block %u: %s (entry %#llx, word %#llx)", kvp_block_class(block),
-                       kvp_block_number(block), problem, (unsigned long long)value,
-                       (unsigned long long)(block_exists(pool, value & KVP_REF_MASK)
-                                                ? kvp_known_word(&pool->arena, kvp_block_class(block), kvp_block_number(block))
-                                                : 0));
+        kvp_check_fail(check, block, "class %u, block %u: %s (%#llx)", kvp_block_class(block), kvp_block_number(block), problem,
+                       (unsigned long long)value);
 }
 
 void kvp_directory_check(kvp_pool *pool, struct kvp_check *check)
