@@ -314,6 +314,20 @@ static inline int kvp_is_ours(const struct kvp_arena *arena, uint32_t class, uin
     return 1;
 }
 
+/* Is it surely another host's? What is given, taken or adopted at this moment is neither. From here to ours it goes only under
+ * the turn of native/replay.c. */
+static inline int kvp_is_foreign(const struct kvp_arena *arena, uint32_t class, uint32_t number)
+{
+    uint32_t s, last;
+
+    if (!KVP_MANY_HOSTS)
+        return 0;
+    for (kvp_block_segments(arena, class, number, &s, &last); s <= last; s++)
+        if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_FOREIGN)
+            return 1;
+    return 0;
+}
+
 /* Rows and tables of one host or worker. */
 static inline nc_u64 *kvp_owners(const struct kvp_arena *arena, uint32_t host)
 {

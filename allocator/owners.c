@@ -157,8 +157,9 @@ static void see_offer(struct kvp_arena *arena, uint32_t segment)
     uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
 
     if (kvp_owner_state(own) == KVP_OWNER_OFFER && kvp_owner_peer(own) < arena->layout.hosts &&
-        kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1)
-        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+        kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1 &&
+        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0)))
+        co_store32(&arena->head->stale, 1); /* what the taker has published there until now was not learned */
 }
 
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
@@ -185,6 +186,7 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
         return 1;
     }
     co_store(&arena->segments[segment], kvp_segment_word(taken < 0 ? KVP_SEGMENT_OFFERED : KVP_SEGMENT_FOREIGN, 0, 0));
+    co_store32(&arena->head->stale, 1); /* as in see_offer */
     return 0;
 }
 

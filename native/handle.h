@@ -263,7 +263,7 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
 int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
 /* Does an entry name this publication? */
 int kvp_directory_names(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
-/* Finish a removal that died between the entries and the tag: take the tag away if no entry names the block. */
+/* Finish a removal that died half way: its names go. */
 void kvp_directory_settle(kvp_pool *pool, uint32_t block);
 /* Remove every entry that names this block under its tag, and the tag. The caller owns or holds the block. */
 void kvp_directory_forget(kvp_pool *pool, uint32_t block);

@@ -224,20 +224,30 @@ void kvp_settle_asked(kvp_pool *pool)
         co_cas(&pool->arena.head->asked, &none, now_ns() + ASK_AGAIN_NS);
 }
 
+static int exists(const kvp_pool *pool, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref);
+
+    return ref && c < pool->arena.layout.classes && kvp_block_number((uint32_t)ref) < pool->arena.class[c].blocks;
+}
+
 static int is_ours(const kvp_pool *pool, uint64_t ref)
 {
-    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+    return exists(pool, ref) && kvp_is_ours(&pool->arena, kvp_block_class((uint32_t)ref), kvp_block_number((uint32_t)ref));
+}
 
-    return ref && c < pool->arena.layout.classes && number < pool->arena.class[c].blocks && kvp_is_ours(&pool->arena, c, number);
+/* A segment may have come to us since a record was written: then the words say more than the record. */
+static int is_foreign(const kvp_pool *pool, uint64_t ref)
+{
+    return exists(pool, ref) && kvp_is_foreign(&pool->arena, kvp_block_class((uint32_t)ref), kvp_block_number((uint32_t)ref));
 }
 
 static void remove_asked(kvp_pool *pool, uint64_t ref)
 {
-    if (!is_ours(pool, ref)) {
-        if (note_asked(pool, ref))
-            kvp_directory_forget(pool, (uint32_t)ref);
+    if (is_foreign(pool, ref) && note_asked(pool, ref))
+        kvp_directory_forget(pool, (uint32_t)ref);
+    if (!is_ours(pool, ref))
         return;
-    }
     kvp_lock(pool);
     if (!pool->closed && pool->joined)
         kvp_count(pool, KVP_COUNT_REMOVED, (uint64_t)kvp_remove_ours(pool, kvp_block_class((uint32_t)ref), ref));
@@ -260,12 +270,12 @@ static void apply(kvp_pool *pool, unsigned kind, const uint64_t word[3])
 
     switch (kind) {
     case KVP_EVENT_PUBLISHED:
-        if (!is_ours(pool, word[0])) /* a segment may have come to us since; then the words say more than the record */
+        if (is_foreign(pool, word[0]))
             learn(pool, word[0], &key);
         break;
     case KVP_EVENT_EVICTED:
     case KVP_EVENT_REMOVED:
-        if (!is_ours(pool, word[0]))
+        if (is_foreign(pool, word[0]))
             unlearn(pool, word[0]);
         break;
     case KVP_EVENT_ASKED:
@@ -385,7 +395,7 @@ void kvp_refresh_words(kvp_pool *pool)
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         for (uint32_t number = 0; number < arena->class[c].blocks; number += 8) {
             uint32_t n = arena->class[c].blocks - number < 8 ? arena->class[c].blocks - number : 8;
-            if (kvp_is_ours(arena, c, number))
+            if (!kvp_is_foreign(arena, c, number))
                 continue;
             nc_invalidate(&arena->class[c].words[number], n * 8ull);
             nc_invalidate(&arena->class[c].labels[number], n * sizeof(struct kvp_label));
@@ -421,7 +431,7 @@ static void learn_ours(kvp_pool *pool, uint32_t c, uint32_t number, uint64_t ref
         kvp_unlock(pool);
 }
 
-/* The label of a word that says LIVE: 1 if it is that publication's. Each is dropped after the other was read: of what the
+/* The label of a word that stands: 1 if it is that publication's. Each is dropped after the other was read: of what the
  * cache happens to hold, the one may be of another time than the other. */
 static int read_label(const struct kvp_class *class, uint32_t number, uint64_t word, struct kvp_key *key)
 {
@@ -430,7 +440,8 @@ static int read_label(const struct kvp_class *class, uint32_t number, uint64_t w
     *key = (struct kvp_key){nc_load(&class->labels[number].low), nc_load(&class->labels[number].high)};
     nc_invalidate(&class->words[number], 8);
     nc_read_fence(); /* and not younger: if it were, the word would have changed before it */
-    return nc_load(&class->words[number]) == word;
+    uint64_t again = nc_load(&class->words[number]);
+    return is_standing(again) && kvp_word_generation(again) == kvp_word_generation(word);
 }
 
 static void scan_foreign(kvp_pool *pool, uint32_t c, uint32_t number, uint64_t word)
@@ -454,9 +465,9 @@ static void scan_block(kvp_pool *pool, uint32_t c, uint32_t number)
     uint64_t word = nc_load(&pool->arena.class[c].words[number]);
     uint64_t ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
 
-    if (!kvp_is_ours(&pool->arena, c, number))
+    if (kvp_is_foreign(&pool->arena, c, number))
         scan_foreign(pool, c, number, word);
-    else if (is_standing(word) && is_news(co_load(&pool->arena.class[c].known[number]), ref))
+    else if (kvp_is_ours(&pool->arena, c, number) && is_standing(word) && is_news(co_load(&pool->arena.class[c].known[number]), ref))
         learn_ours(pool, c, number, ref);
 }
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 from kvpool.testing import (
     UNKNOWN,
     CacheModel,
+    Deadlock,
     History,
     Model,
     Operation,
     PoolModel,
     RegisterModel,
     SearchLimit,
+    Turns,
     linearizable,
     read_history,
     write_history,
@@ -424,3 +427,108 @@ def test_the_interval_contains_the_call(tmp_path):
     (operation,) = history.operations()
     assert operation.call_ns <= begun <= ended <= operation.return_ns
     assert replace(operation, return_ns=None).pending
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(choices, workers=2, steps=3):
+    """What workers of three steps do, in the order in which they do it."""
+    choices, done = iter(choices), []
+    turns = Turns(lambda n: next(choices, 0) % n)
+
+    def work(number):
+        for step in range(steps):
+            done.append((number, step))
+            turns.pause()
+
+    turns.run(*[partial(work, number) for number in range(workers)])
+    return done
+
+
+def test_turns_are_as_chosen():
+    assert interleaved([]) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert interleaved([1, 0, 1, 0, 1, 0]) == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
+    choices = [random.Random(7).randrange(4) for _ in range(20)]
+    assert interleaved(choices, workers=4) == interleaved(choices, workers=4)
+
+
+def test_turns_reach_every_interleaving():
+    orders = {tuple(interleaved(choices, steps=2)) for choices in itertools.product((0, 1), repeat=6)}
+    assert len(orders) == 6  # two steps each: 4! / (2! 2!)
+
+
+def test_a_failure_in_a_turn_is_raised_and_the_others_end():
+    order = iter([0, 1, 1])
+    turns, ended = Turns(lambda n: next(order)), []
+
+    def other():
+        try:
+            turns.pause()
+        finally:
+            ended.append(True)
+
+    def fails():
+        turns.pause()
+        raise ZeroDivisionError
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        Turns(lambda n: 0).run(fails_at_once)
+    with pytest.raises(ZeroDivisionError):
+        turns.run(other, fails)
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert ended == [True]
+
+
+def fails_at_once():
+    raise ZeroDivisionError
+
+
+def test_locks_exclude_and_deadlocks_are_found():
+    @settings(max_examples=50, deadline=None)
+    @given(st.data())
+    def exclude(data):
+        turns, inside = Turns(lambda n: data.draw(st.integers(0, n - 1))), []
+
+        def work():
+            with turns.lock():
+                inside.append(1)
+                turns.pause()
+                assert len(inside) == 1
+                inside.pop()
+
+        turns.run(work, work, work)
+
+    exclude()
+    order = itertools.cycle((0, 1))
+    turns = Turns(lambda n: next(order) % n)
+
+    def take(first, second):
+        with turns.lock(first):
+            turns.pause()
+            with turns.lock(second):
+                pass
+
+    with pytest.raises(Deadlock, match="2 threads"):
+        turns.run(partial(take, "a", "b"), partial(take, "b", "a"))
+    turns.choose = lambda n: 0
+    turns.run(partial(take, "a", "b"), partial(take, "a", "b"))
+
+
+def test_turns_of_a_thread_that_waits_for_something_else(monkeypatch):
+    monkeypatch.setattr("kvpool.testing.turns.WAIT_S", 0.05)
+    gate = threading.Event()
+    with pytest.raises(TimeoutError, match="neither paused nor ended"):
+        Turns(lambda n: 0).run(gate.wait)
+    gate.set()
+
+
+def test_turns_outside_of_a_run():
+    turns = Turns(lambda n: 0)
+    turns.pause()
+    with pytest.raises(RuntimeError, match=r"threading\.Lock"), turns.lock():
+        pass

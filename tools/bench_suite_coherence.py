@@ -7,6 +7,7 @@ others it is a loop of the cache instructions, with one fence, over the lines th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,9 +39,11 @@ class Duo:
 
     def __init__(self, mode: str, stack: ExitStack) -> None:
         hosts = 1 if mode == "coherent" else 2
+        uri = f"shm:bench-{mode}-{os.getpid()}"
         self.near = stack.enter_context(
-            kvpool.create("memfd:", block=BLOCK, blocks=hosts * BLOCKS, workers=4, mode=mode, hosts=hosts)
+            kvpool.create(uri, block=BLOCK, blocks=hosts * BLOCKS, workers=4, mode=mode, hosts=hosts, replace=True)
         )
+        stack.callback(kvpool.remove, uri, force=True)
         self.far = stack.enter_context(kvpool.open(self.near.uri, host=hosts - 1))
         self.core: Core = core(mode)
         self.ffi, self.lib = self.core.ffi, self.core.lib

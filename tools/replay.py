@@ -58,12 +58,10 @@ class Plan:
     """Of a pool of several hosts: sim (default) or noncoherent."""
 
     def place(self) -> str:
-        """Where the pool is made: simulated hosts need a name."""
-        return (
-            f"sim:replay-{os.getpid()}"
-            if self.hosts > 1 and self.core() == "sim" and self.uri == "memfd:"
-            else self.uri
-        )
+        """Where the pool is made. Several hosts need a name: with it their own memories go too."""
+        if self.hosts == 1 or self.uri != "memfd:":
+            return self.uri
+        return f"{'sim' if self.core() == 'sim' else 'shm'}:replay-{os.getpid()}"
 
     def core(self) -> str:
         """The mode."""

@@ -23,7 +23,7 @@ __all__ = ["Counterexample", "SearchLimit", "Verdict", "linearizable"]
 STEPS_MAX = 20_000_000
 _SHOWN_MIN = 8  # operations of a counterexample that are shown at least, where there are as many
 _SHOWN_MAX = 40  # and how far back one goes to show where a value came from
-_SHRUNK_MAX = 200  # of so many, reads are tried one by one
+_TRIED_MAX = 100  # how many reads are tried whether they can be left out
 _BAR_MAX = 60
 
 
@@ -296,9 +296,10 @@ def _explain(operations: Sequence[Operation], model: Model[Any], steps_max: int)
             attempt.start_after([o for o in taken if o.pending or any(o is other for other in required)], state)
         return attempt
 
-    for operation in tuple(shown) if len(shown) <= _SHRUNK_MAX else ():
+    reads = [operation for operation in shown if operation.op in model.reads and operation is not last]
+    for operation in reads[:_TRIED_MAX]:
         fewer = [other for other in shown if other is not operation]
-        if operation.op in model.reads and operation is not last and not search(fewer).may_succeed():
+        if len(shown) > _SHOWN_MIN and not search(fewer).may_succeed():
             shown = fewer
     final = search(shown)
     final.may_succeed()

@@ -4,7 +4,7 @@
 #include "tests/native/common.h"
 
 enum { HOSTS = 4, WORKERS = 4, SEATS = HOSTS * WORKERS, SLOTS = 8, BLOCKS = 512, STRIDE = 1024, LEASE_MS = 400 };
-enum { IDS = 320, FEW_IDS = 48, COPIES = 64, SEGMENTS = 256 };
+enum { IDS = 320, FEW_IDS = 48, COPIES = 64, SEGMENTS = 256, NAMES = 96 };
 
 enum verb { PUT, FILL, MATCH, LET_GO, COPY_OUT, SHRINK, REMOVE, GIVE, REVOKE, FOLLOW, LOOK_UP, CHECK, VERBS };
 
@@ -63,6 +63,7 @@ struct rack {
     struct seat seats[SEATS];
     struct noted noted[BLOCKS];
     struct standing standing[HOSTS];
+    const char *names[NAMES];  /* crash points that were passed: literals, at the same address in all forks */
     char uri[128];
 };
 

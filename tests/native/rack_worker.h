@@ -6,7 +6,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-enum { HELD_MAX = 12, CHAIN_MAX = 4, NAMES = 96, TRIES = 2000, PAUSE_US = 2000 };
+enum { HELD_MAX = 12, CHAIN_MAX = 4, TRIES = 2000, PAUSE_US = 2000 };
 
 static kvp_pool *pool;
 static struct seat *seat;
@@ -16,7 +16,6 @@ static struct {
     uint64_t ref, id;
 } held[HELD_MAX];
 static uint32_t held_count;
-static const char *names[NAMES]; /* crash points that were passed by this process or its seat's first one */
 
 static uint64_t draw(uint64_t n) { return draw_from(&chance, n); }
 static uint64_t draw_id(void) { return draw(rack->is_roomy ? FEW_IDS : IDS); }
@@ -27,9 +26,9 @@ static void visit(const char *name)
     if (strcmp(name, "evict.locked") == 0)
         shared_add(&rack->evictions, 1);
     for (int i = 0; i < NAMES; i++) {
-        if (!names[i])
-            names[i] = name;
-        if (names[i] == name)
+        const char *seen = shared_load(&rack->names[i]);
+        if (seen == name || (!seen && __atomic_compare_exchange_n(&rack->names[i], &seen, name, 0, __ATOMIC_ACQ_REL,
+                                                                  __ATOMIC_ACQUIRE)))
             return;
     }
 }
@@ -37,7 +36,7 @@ static void visit(const char *name)
 /* Half of the deaths come after any few points, half at one that was drawn by name: some are passed seldom. */
 static void arm(void)
 {
-    const char *name = names[draw(NAMES)];
+    const char *name = rack->names[draw(NAMES)];
 
     if (!rack->crash_odds || draw(rack->crash_odds))
         return;
