@@ -202,7 +202,7 @@ def _work_as_host(uri: str, host: int, step: int, link: Connection) -> None:
     """
     try:
         stream = link.recv()
-        with kvpool.open(uri, host=host) as pool:
+        with kvpool.open(uri, host=host, unqualified=True) as pool:
             driver = Driver(pool, stream)
             link.send(0)  # ready
             for request in iter(link.recv, None):
