@@ -13,7 +13,7 @@ from native_build import ROOT, need, run
 MODEL = ROOT / "tests" / "spin" / "lease.pml"
 # One fence of a slow host, readers on both survivors; and a host that also loses power and reboots within its lease.
 FENCED = ("-DLOSSES=0", "-DBOOTS=0")
-REBOOTED = ("-DPUBLICATIONS=1", "-DNO_READER_B")
+REBOOTED = ("-DPUBLICATIONS=1", "-DFEW_PINS")
 MUTATIONS = {
     "ADOPT_AT_EXPIRY": (FENCED, "owner_since"),
     "CONFIRM_BEFORE_RESET": (FENCED, "owner_since"),
@@ -82,6 +82,6 @@ def test_the_adopter_reuses(scenario, tmp_path):
 def test_each_mutation_is_documented_and_tested():
     text = MODEL.read_text()
     flags = set(re.findall(r"^#(?:ifn?def|if defined|elif defined)[ (](\w+)", text, re.MULTILINE))
-    settings = {"PUBLICATIONS", "PINS", "FENCES", "LOSSES", "BOOTS", "NO_READER_B", "SHOW_REUSE"}
+    settings = {"PUBLICATIONS", "PINS", "FENCES", "LOSSES", "BOOTS", "FEW_PINS", "SHOW_REUSE"}
     assert flags - settings == set(MUTATIONS)
     assert all(f" *   {name} " in text for name in MUTATIONS)

@@ -333,7 +333,12 @@ proctype host_a(byte number) {
     bool free, adopted = (number == 1);
     {
         if
-        :: number == 1 -> if :: pin[A] = number :: skip fi /* a pin that nobody will ever lower */
+        :: number == 1 ->
+#ifdef FEW_PINS
+            skip
+#else
+            if :: pin[A] = number :: skip fi /* a pin that nobody will ever lower */
+#endif
         :: number > 1 ->
 #ifndef RESTART_UNNAMED
             (fenced >= number - 1 || !owns_by_rows(A));
@@ -424,7 +429,7 @@ init {
         incarnation[A] = 1; incarnation[B] = 1; incarnation[C] = 1; up[A] = true; up[B] = true; up[C] = true;
         run caches(); run authority(); run power();
         run survivor(B); run survivor(C); run host_a(1);
-#ifndef NO_READER_B
+#ifndef FEW_PINS
         run reader(B);
 #endif
         run reader(C)
