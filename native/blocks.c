@@ -1,9 +1,11 @@
 /* blocks.c -- the verbs on keys: match, touch, publish, remove. */
 #include "native/handle.h"
 
+#include <sched.h>
 #include <string.h>
+#include <time.h>
 
-enum { BATCH = 64 };
+enum { BATCH = 64, HELD_YIELDS = KVP_MODE == KVP_EXPLORE ? 2 : 200, HELD_MS = KVP_MODE == KVP_EXPLORE ? 0 : 100 };
 
 static void log_event_to(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key,
                          struct kvp_lines *lines)
@@ -260,26 +262,50 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref, const struct kvp
     return kvp_ask_to_remove(pool, ref, key);
 }
 
+/* Remove every block of a key: hosts that published it at the same moment have one each. 1 removed, 0 not there. An evictor
+ * holds a block for microseconds, and may then let it stand: that is waited for, but not for ever, since it may be stopped. */
+static int remove_key(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+{
+    struct timespec pause = {0, 1000000};
+    uint64_t ref;
+    int removed = 0;
+
+    for (int held = 0, gone = 0; gone <= KVP_HOSTS_MAX;) {
+        int one = 0;
+        if (kvp_directory_find(pool, c, key, 1, 0, &ref)) {
+            kvp_lock(pool);
+            one = pool->closed ? 0 : remove_one(pool, c, ref, key);
+            kvp_unlock(pool);
+        }
+        removed |= one, gone += one;
+        if (one)
+            continue;
+        if (!kvp_directory_held(pool, c, key))
+            break;
+        if (held++ == HELD_YIELDS + HELD_MS)
+            return kvp_fail(KVP_E_BUSY, "a worker has stopped while it was evicting a block of the key: try again");
+        if (held <= HELD_YIELDS)
+            sched_yield();
+        else
+            nanosleep(&pause, NULL);
+    }
+    return removed;
+}
+
 int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 {
     int64_t removed = 0;
-    int status = kvp_enter_class(pool, c);
+    int status = kvp_enter_class(pool, c), one = 0;
 
     if (status)
         return status;
     kvp_replay(pool, KVP_PATIENCE); /* what others have published until now goes as well */
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
-        int64_t one = 0;
-        uint64_t ref;
-        /* Hosts that published a key at the same moment have a block of it each: all of them go. */
-        for (uint32_t h = 0; h < pool->arena.layout.hosts && kvp_directory_find(pool, c, &key, 1, 0, &ref); h++) {
-            kvp_lock(pool);
-            one |= pool->closed ? 0 : remove_one(pool, c, ref, &key);
-            kvp_unlock(pool);
-        }
-        removed += one;
+        one = remove_key(pool, c, &key);
+        removed += one > 0;
+        status = one < 0 ? one : status;
     }
     kvp_count(pool, KVP_COUNT_REMOVED, (uint64_t)removed);
-    return removed;
+    return status ? status : removed;
 }

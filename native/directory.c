@@ -89,6 +89,27 @@ static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key
     return 0;
 }
 
+uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+{
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++) {
+        const struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            uint64_t ref = co_load(&entry[j].value) & KVP_REF_MASK;
+            uint32_t number = kvp_block_number((uint32_t)ref);
+            if (ref == 0 || co_load(&entry[j].tag) != key->high || kvp_block_class((uint32_t)ref) != c ||
+                !block_exists(pool, ref) || !kvp_is_ours(&pool->arena, c, number))
+                continue;
+            uint64_t word = nc_load(&pool->arena.class[c].words[number]);
+            if (kvp_word_state(word) == KVP_EVICTING && kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref &&
+                tag_is(pool, (uint32_t)ref, key))
+                return ref;
+        }
+    }
+    return 0;
+}
+
 /* The entry that the group's homes offer, unverified; NULL if they have none. */
 static const struct kvp_entry *guess(const kvp_pool *pool, const struct kvp_key *key)
 {

@@ -304,7 +304,8 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
- * pin has gone. Returns how many were present. */
+ * pin has gone. Returns how many were present. BUSY: a worker that is stopped holds one of the blocks for eviction, and may
+ * yet let it stand; the others are removed. */
 int64_t kvp_remove(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
 /* Evict up to n blocks in policy order and free them. Returns how many. */
 int64_t kvp_shrink(kvp_pool *pool, uint32_t class_, uint32_t n);
