@@ -145,7 +145,6 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
         kvp_make_live(&pool->arena, c, numbers[i]);
-        kvp_know(pool, refs[i]);
         published++;
     }
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
@@ -156,6 +155,9 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
         kvp_log_event(pool, KVP_EVENT_PUBLISHED, refs[i], &key);
         kvp_candidate_add(pool, c, numbers[i]);
     }
+    for (uint32_t i = n; i-- > 0;) /* after the records: what we die before we know is found, and told, by our recovery */
+        if (refs[i])
+            kvp_know(pool, refs[i]);
     kvp_count(pool, KVP_COUNT_PUBLISHED, (uint64_t)published);
     return published;
 }
