@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo test model lint types build wheel-test clean
+.PHONY: demo demo-rack test model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
+
+# The same over four simulated hosts, one of which is killed.
+demo-rack: $(VENV)/demo-ready
+	$(BIN)/kvpool demo --hosts 4
 
 test: $(VENV)/dev-ready model
 	$(BIN)/python -P -m pytest -q

@@ -348,6 +348,9 @@ static inline struct kvp_record *kvp_ring(const struct kvp_arena *arena, uint32_
 
 /* Name a block of ours, for this host and for those that join later; zeros: it has no name. Written back, not fenced. */
 void kvp_set_tag(struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t low, uint64_t high);
+/* The same of many blocks: the caller ends `lines` before a word says LIVE. */
+void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t low, uint64_t high,
+                    struct kvp_lines *lines);
 
 /* ---- blocks ---- */
 
@@ -361,6 +364,8 @@ void kvp_spill(struct kvp_arena *arena);
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t *ref);
 /* OWN(self) -> LIVE. The payload, the tag and the score are written before. NOTOWNED. */
 int kvp_make_live(struct kvp_arena *arena, uint32_t class, uint32_t number);
+/* The same of many blocks: the caller ends `lines` before it says so to other hosts. */
+int kvp_make_live_to(struct kvp_arena *arena, uint32_t class, uint32_t number, struct kvp_lines *lines);
 /* LIVE -> EVICTING(self) for those of the n blocks that nobody has pinned; compacts them to the front and returns
  * how many. One pass over the pin slots for the whole batch; never waits. Each is then taken, or given back. */
 uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);

@@ -13,7 +13,8 @@ static void set_hint(struct kvp_class *class, uint32_t number)
     co_or(&class->summary[at / 64], 1ull << at % 64);
 }
 
-void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high)
+void kvp_set_tag_to(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high,
+                    struct kvp_lines *lines)
 {
     struct kvp_class *class = &arena->class[c];
 
@@ -23,7 +24,15 @@ void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t 
         return;
     nc_store(&class->labels[number].low, low);
     nc_store(&class->labels[number].high, high);
-    nc_write_back(&class->labels[number], sizeof class->labels[number]);
+    kvp_lines_note(lines, &class->labels[number]);
+}
+
+void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high)
+{
+    struct kvp_lines lines = {NULL};
+
+    kvp_set_tag_to(arena, c, number, low, high, &lines);
+    kvp_lines_end(&lines);
 }
 
 static void release(struct kvp_class *class, uint32_t number)
@@ -182,7 +191,7 @@ int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, u
     return status;
 }
 
-int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
+int kvp_make_live_to(struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_lines *lines)
 {
     uint64_t word;
     int status = is_owned(arena, c, number, &word);
@@ -191,9 +200,18 @@ int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
         return status;
     /* Release: payload, tag and score are visible to whoever sees LIVE. */
     nc_store(&arena->class[c].words[number], kvp_word(kvp_next_generation(kvp_word_generation(word)), 0, KVP_LIVE));
-    nc_write_back(&arena->class[c].words[number], 8);
+    kvp_lines_note(lines, &arena->class[c].words[number]);
     KVP_CRASH_POINT("publish.live");
     return KVP_OK;
+}
+
+int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_lines lines = {NULL};
+    int status = kvp_make_live_to(arena, c, number, &lines);
+
+    kvp_lines_end(&lines);
+    return status;
 }
 
 int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)

@@ -110,7 +110,7 @@ static int others_have_passed(const struct kvp_arena *arena)
 {
     struct timespec pause = {0, PASS_PAUSE_NS};
 
-    nc_full_fence(); /* Dekker with whoever locks a pool handle: MOVING is visible before we look who is busy */
+    co_full_fence(); /* Dekker with whoever locks a pool handle: MOVING is visible before we look who is busy */
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         uint64_t busy = co_load(&arena->slots[w].busy);
         if (w == arena->self || !(busy & 1))

@@ -84,6 +84,8 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
         kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
     recover_pins(arena, dead);
+    /* Records that the dead had not written back: others are to hear of what it did. */
+    nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));
     return freed;
 }
 

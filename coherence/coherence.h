@@ -87,12 +87,36 @@ int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 
 const char *kvp_line_instructions(void);
 /* For tests and benchmarks, before there are threads: use this set. INVALID if the CPU lacks it. */
 int kvp_line_choose(const char *instructions);
+/* For benchmarks: write lines back, or drop them, and wait until that is done. Whoever publishes or refreshes so many lines
+ * cannot do with less. */
+void kvp_lines_write_back(const void *p, uint64_t bytes);
+void kvp_lines_invalidate(const void *p, uint64_t bytes);
 /* The most that the hardware moves at once. Above 64 two hosts could write one unit: no place for mode noncoherent. */
 uint32_t kvp_line_bytes(void);
 /* cdef: end */
 
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
+
+/* Lines to write back, each once although several of its words were stored one by one: what is noted is written back when
+ * another line is noted, or at the end. Nothing in mode coherent. */
+struct kvp_lines {
+    const uint8_t *line;
+};
+static inline void kvp_lines_end(struct kvp_lines *lines)
+{
+    if (lines->line)
+        nc_write_back(lines->line, KVP_LINE);
+    lines->line = NULL;
+}
+static inline void kvp_lines_note(struct kvp_lines *lines, const void *p)
+{
+    const uint8_t *line = (const uint8_t *)p - ((uintptr_t)p & (KVP_LINE - 1));
+
+    if (lines->line != line)
+        kvp_lines_end(lines);
+    lines->line = line;
+}
 
 /* Copy `bytes` into / out of the pool, with non-temporal stores from 4 KiB on (a recycled block, and the buffer of an
  * engine, are cold: a cached copy would read the target first and push other things out). Complete before return; what is
@@ -403,6 +427,9 @@ _Static_assert(sizeof(struct kvp_record) == 32, "two records a line");
 
 /* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two); kind is 0 to 127. */
 void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3]);
+/* The same of many: the caller ends `lines`. Until then other hosts may not see it. */
+void kvp_log_append_to(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3],
+                       struct kvp_lines *lines);
 /* Invalidate the records from `sequence` on, n of them; a fence of the caller's follows before they are read. */
 void kvp_log_refresh(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t n);
 /* Read record `sequence`: 1 read, 0 not written yet, -1 lapped (*newest gets the sequence that is there). */

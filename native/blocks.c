@@ -5,12 +5,21 @@
 
 enum { BATCH = 64 };
 
-void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key)
+static void log_event_to(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key,
+                         struct kvp_lines *lines)
 {
     uint64_t word[3] = {ref, key->low, key->high};
 
-    kvp_log_append(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records, ++pool->log_sequence,
-                   kind, word);
+    kvp_log_append_to(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records,
+                      ++pool->log_sequence, kind, word, lines);
+}
+
+void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key)
+{
+    struct kvp_lines lines = {NULL};
+
+    log_event_to(pool, kind, ref, key, &lines);
+    kvp_lines_end(&lines);
 }
 
 /* ---- finding ---- */
@@ -109,13 +118,14 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 
 /* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back, because an earlier block
  * stands under its key or because the directory has no room there. */
-static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref)
+static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref,
+                 struct kvp_lines *lines)
 {
     int status = kvp_future_ref(&pool->arena, c, number, ref);
 
     if (status)
         return status;
-    kvp_set_tag(&pool->arena, c, number, key->low, key->high);
+    kvp_set_tag_to(&pool->arena, c, number, key->low, key->high, lines);
     KVP_CRASH_POINT("publish.tagged");
     int entered = kvp_directory_insert(pool, key, *ref);
     KVP_CRASH_POINT("publish.entered");
@@ -131,30 +141,34 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
                        const struct kvp_order *order)
 {
     struct kvp_class *class = &pool->arena.class[c];
+    struct kvp_lines lines = {NULL};
     int64_t published = 0;
 
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
-        int status = enter(pool, c, numbers[i], &key, &refs[i]);
+        int status = enter(pool, c, numbers[i], &key, &refs[i], &lines);
         if (status)
             return status;
     }
+    kvp_lines_end(&lines);
     nc_write_fence(); /* payloads and labels are in memory before any word says LIVE: readers and adopters trust it */
     for (uint32_t i = n; i-- > 0;) { /* the last first: who sees the first key sees all of them */
         if (!refs[i])
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
-        kvp_make_live(&pool->arena, c, numbers[i]);
+        kvp_make_live_to(&pool->arena, c, numbers[i], &lines);
         published++;
     }
+    kvp_lines_end(&lines);
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
     for (uint32_t i = 0; i < n; i++) {
         if (!refs[i])
             continue;
         struct kvp_key key = kvp_key_at(keys, i);
-        kvp_log_event(pool, KVP_EVENT_PUBLISHED, refs[i], &key);
+        log_event_to(pool, KVP_EVENT_PUBLISHED, refs[i], &key, &lines);
         kvp_candidate_add(pool, c, numbers[i]);
     }
+    kvp_lines_end(&lines);
     for (uint32_t i = n; i-- > 0;) /* after the records: what we die before we know is found, and told, by our recovery */
         if (refs[i])
             kvp_know(pool, refs[i]);

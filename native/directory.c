@@ -309,7 +309,7 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
         return result;
     KVP_CRASH_POINT("insert.claimed");
     co_store(&mine->tag, key->high);
-    nc_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
+    co_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
     int won = contend(pool, kvp_block_class((uint32_t)ref), mine, key);
     KVP_CRASH_POINT("insert.contended");
     uint64_t seen = pending;

@@ -92,8 +92,6 @@ static int map_host(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_lay
 
 int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout)
 {
-    if (pool->host >= layout->hosts)
-        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, layout->hosts);
     if (!KVP_MANY_HOSTS)
         return look_at(pool, pool->mapping.base + layout->host_offset, layout);
     int status = map_host(pool, uuid, layout);

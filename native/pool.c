@@ -47,7 +47,7 @@ static void begin(kvp_pool *pool)
     if (!KVP_MANY_HOSTS || !pool->seated)
         return;
     co_store(busy_of(pool), co_load(busy_of(pool)) | 1);
-    nc_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look whose a segment is */
+    co_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look whose a segment is */
 }
 
 void kvp_lock(kvp_pool *pool)
@@ -113,7 +113,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
     co_u64 *busy = &pool->arena.slots[dead].busy;
     co_store(busy, co_load(busy) | 1);
-    nc_full_fence(); /* Dekker with kvp_owner_offer, as in begin() */
+    co_full_fence(); /* Dekker with kvp_owner_offer, as in begin() */
     uint64_t freed = kvp_recover(&pool->arena, dead);
     co_store(busy, co_load(busy) + 1);
     kvp_host_recovered(pool, dead);
@@ -362,6 +362,8 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
     if (seen.policy >= kvp_policy_count())
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
+    if (pool->host >= seen.layout.hosts)
+        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, seen.layout.hosts);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
     if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&

@@ -98,7 +98,7 @@ class Answers:
             _log.error("host %d was said to be reset and shows signs of life: %s", lost.host, error)
             del self._named[lost.host, lost.incarnation]
             return 0
-        _log.warning("adopted %d segments of host %d, incarnation %d", adopted, lost.host, lost.incarnation)
+        _log.info("adopted %d segments of host %d, incarnation %d", adopted, lost.host, lost.incarnation)
         return adopted
 
 

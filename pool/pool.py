@@ -208,8 +208,9 @@ class Pool:
 
         `fence` is asked once for each incarnation, again only while it answers None or fails, or if the adopter that it
         named was lost in turn. Returns how many segments this host adopted. See `kvpool.fencing` for what the hook
-        must keep; `Tender` calls this regularly.
+        must keep; `Tender` calls this regularly. Raises what `fence` raises, but not that a host has come back.
         """
+        self.follow()
         return self._answers.tend(self, fence)
 
     def line_counts(self) -> dict[str, int]:

@@ -36,10 +36,11 @@ COUNTERS = (
     "segments_handed_over",
 )
 STATES = ("absent", "free", "cached", "reserved", "live", "evicting")
-KINDS = ("published", "evicted", "removed", "recovered", "remove_asked", "used")
+KINDS = ("published", "evicted", "removed", "recovered", "remove_asked", "started", "used")
 WORKER_STATES = ("free", "alive", "dead")
 assert len(COUNTERS) == lib.KVP_COUNTS
 assert len(STATES) == lib.KVP_STATES
+assert len(KINDS) == lib.KVP_EVENT_USED + 1
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,14 @@ class Event(NamedTuple):
     """What happened to a key, or which worker was recovered."""
 
     kind: str
-    """"published", "evicted", "removed", "recovered"; with many hosts also "remove_asked" (of another host's block) and
-    "used" (a sample of the uses of other hosts' blocks)."""
+    """"published", "evicted", "removed", "recovered"; with many hosts also "remove_asked" (of another host's block),
+    "started" (a host) and "used" (a sample of the uses of other hosts' blocks)."""
     worker: int
     """Slot of the worker that did it; with many hosts host x workers + slot."""
     sequence: int
     """Counts the worker's events from 1; order between workers is not recorded."""
     key: bytes
-    """16 bytes; zeros for "recovered"."""
+    """16 bytes; zeros for "recovered" and "started"."""
     ref: int
     """Reference of the publication; for "recovered" the slot of the dead worker."""
 

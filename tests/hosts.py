@@ -86,7 +86,8 @@ class Child:
 class Hosts:
     """A pool of several hosts, 64 blocks of 4 KiB (8 segments) each."""
 
-    def __init__(self, uri, count, mode, **options):
+    def __init__(self, uri, count, mode, events=None, **options):
+        uri += "" if events is None else f"?events={events}"
         self.uri, self.count, self.mode = uri, count, mode
         self.pools, self.children, self.is_clean = {}, [], True
         options = {"blocks": 64 * count, "block": "4KiB", "hosts": count, "lease": LEASE, "policy": "lru", **options}
@@ -134,7 +135,7 @@ class Hosts:
             child.process.communicate()
         for pool in self.pools.values():
             pool.close()
-        counts = self.pools[0].line_counts() if self.mode == "sim" else {}
+        counts = next(iter(self.pools.values())).line_counts() if self.mode == "sim" else {}
         kvpool.remove(self.uri, force=True)
         broken = {name: counts[name] for name in BROKEN if counts.get(name)}
         assert not (broken and self.is_clean), f"{broken}, of {counts}"

@@ -162,6 +162,19 @@ sys.stdin.read()
 """
 
 
+def test_a_tender_ends_with_its_handle(uri):
+    name = uri.replace("shm:", "sim:")
+    pool = kvpool.create(name, blocks=256, block="4KiB", hosts=2)
+    try:
+        with kvpool.Tender(pool, lambda lost: None, 0.01) as tender:
+            pool.close()
+            assert eventually(lambda: not tender._thread.is_alive())
+        with pytest.raises(kvpool.Closed):
+            pool.tend(lambda lost: None)
+    finally:
+        kvpool.remove(name, force=True)
+
+
 def test_a_real_host_is_lost_and_adopted(uri, identity):
     name = uri.replace("shm:", "sim:")
     try:

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import os
 
 import numpy as np
 import pytest
 from conftest import eventually, fill, payload
-from hosts import Hosts, holds
+from hosts import holds
 
 import kvpool
-
-_numbers = itertools.count()
-
-
-@pytest.fixture
-def make_hosts():
-    """Make the pool of this test; what is left of it goes, and no line ever had two writers."""
-    made = []
-
-    def make(count=2, mode="sim", **options):
-        kind = "sim" if mode == "sim" else "shm"
-        made.append(Hosts(f"{kind}:hosts-{os.getpid()}-{next(_numbers)}", count, mode, **options))
-        return made[-1]
-
-    yield make
-    for hosts in made:
-        hosts.end()
-
 
 modes = pytest.mark.parametrize("mode", ["sim", "noncoherent"])
 

@@ -111,7 +111,10 @@ class History:
     """
 
     def __init__(self, folder: str | os.PathLike[str], worker: str | None = None) -> None:
-        """Record into `folder`, which is made. `worker` names this process in reports; default: its PID."""
+        """Record into `folder`, which is made. `worker` names this process in reports; default: its PID.
+
+        A thread other than the main one adds its own name.
+        """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._worker = worker
@@ -122,7 +125,7 @@ class History:
         if journal is None or journal.pid != os.getpid():
             name = self._worker or str(os.getpid())
             main = threading.current_thread() is threading.main_thread()
-            journal = _Journal(self.folder, name if main else f"{name}.{threading.get_native_id()}")
+            journal = _Journal(self.folder, name if main else f"{name}.{threading.current_thread().name}")
             self._local.journal = journal
         return journal
 
