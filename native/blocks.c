@@ -159,7 +159,6 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
         kvp_make_live_to(&pool->arena, c, numbers[i], &lines);
-        kvp_know(pool, refs[i]);
         published++;
     }
     kvp_lines_end(&lines);
@@ -172,6 +171,9 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
         kvp_candidate_add(pool, c, numbers[i]);
     }
     kvp_lines_end(&lines);
+    for (uint32_t i = n; i-- > 0;) /* after the records: what we die before we know is found, and told, by our recovery */
+        if (refs[i])
+            kvp_know(pool, refs[i]);
     kvp_count(pool, KVP_COUNT_PUBLISHED, (uint64_t)published);
     return published;
 }

@@ -1,7 +1,7 @@
 /* rack.c -- a simulated rack: hosts of worker processes on one pool, killed as a seed has it; nothing is lost, nothing
  * leaks, no byte is wrong and nobody is blocked.
  *
- *   rack [SECONDS] [SEED]
+ *   rack [SECONDS] [SEED] [CLASSES]
  *
  * The seed draws what each worker does, where it dies, which hosts are lost when and come back how, and what the caches
  * do by themselves. The workers run freely in between, so a seed is a set of histories, not one.
@@ -160,14 +160,14 @@ static void draw_round(void)
 /* Room for every key on every host: all is evicted, and who has too few segments gets some. */
 static void make_room_for_all(void)
 {
-    int64_t owned[HOSTS];
+    int64_t owned[HOSTS], enough = rack->segments / HOSTS * 7 / 8;
 
     ask_hosts(ORDER_EMPTY);
     for (uint32_t h = 0; h < HOSTS; h++)
         owned[h] = ask_host(h, ORDER_SETTLE, 0);
     for (uint32_t from = 0; from < HOSTS; from++)
         for (uint32_t to = 0; to < HOSTS; to++) {
-            int64_t n = owned[from] - 14 < 14 - owned[to] ? owned[from] - 14 : 14 - owned[to];
+            int64_t n = owned[from] - enough < enough - owned[to] ? owned[from] - enough : enough - owned[to];
             if (n <= 0)
                 continue;
             n = ask_host(from, ORDER_GIVE, (uint32_t)n << 8 | to);
@@ -183,7 +183,7 @@ static int is_settled(void)
 
     for (uint32_t h = 0; h < HOSTS; h++)
         unsettled += rack->standing[h].moving + rack->standing[h].dead;
-    for (uint32_t s = 0; s < 64; s++) {
+    for (uint32_t s = 0; s < rack->segments; s++) {
         uint32_t owners = 0;
         for (uint32_t h = 0; h < HOSTS; h++)
             owners += rack->standing[h].is_ours[s];
@@ -197,7 +197,7 @@ static void describe_unsettled(void)
 {
     for (uint32_t h = 0; h < HOSTS; h++) {
         fprintf(stderr, "host %u: %u on the move, %u dead, owns", h, rack->standing[h].moving, rack->standing[h].dead);
-        for (uint32_t s = 0; s < 64; s++)
+        for (uint32_t s = 0; s < rack->segments; s++)
             if (rack->standing[h].is_ours[s])
                 fprintf(stderr, " %u", s);
         fprintf(stderr, "\n");
@@ -219,32 +219,36 @@ static void settle_all(void)
     }
 }
 
-/* Blocks of lines that two owners share are nobody's, and absent; every other one is its owner's alone. */
+/* A block has one owner at most; none if the line of its word lies across two. */
 static void account_for_blocks(void)
 {
-    uint64_t ours = 0, counted = 0;
+    uint64_t ours = 0, counted = 0, all = 0;
 
-    for (uint32_t number = 0; number < BLOCKS; number++) {
-        uint64_t owners = rack->noted[number].owners;
+    for (uint32_t c = 0; c < rack->classes; c++)
+        all += rack->blocks[c];
+    for (uint32_t i = 0; i < rack->classes * BLOCKS_MAX; i++) {
+        uint64_t owners = rack->noted[i / BLOCKS_MAX][i % BLOCKS_MAX].owners;
         if (owners & (owners - 1))
-            give_up("block %u has owners %#llx", number, (unsigned long long)owners);
+            give_up("block %u of class %u has owners %#llx", i % BLOCKS_MAX, i / BLOCKS_MAX, (unsigned long long)owners);
         ours += owners != 0;
     }
     for (uint32_t h = 0; h < HOSTS; h++)
         for (int state = 0; state < KVP_STATES; state++)
             counted += rack->standing[h].states[state];
-    if (ours != counted || ours != BLOCKS) /* a segment is a whole line of words here */
-        give_up("%llu blocks have an owner, %llu were counted, of %d", (unsigned long long)ours, (unsigned long long)counted,
-                BLOCKS);
+    if (ours != counted || (rack->classes == 1 && ours != all)) /* with one class a segment is whole lines */
+        give_up("%llu blocks have an owner, %llu were counted, of %llu", (unsigned long long)ours, (unsigned long long)counted,
+                (unsigned long long)all);
 }
 
 static int is_noted(uint64_t id)
 {
     struct kvp_key key = key_of(id);
 
-    for (uint32_t number = 0; number < BLOCKS; number++)
-        if (rack->noted[number].ref && rack->noted[number].key.low == key.low && rack->noted[number].key.high == key.high)
+    for (uint32_t number = 0; number < BLOCKS_MAX; number++) {
+        const struct noted *noted = &rack->noted[class_of(id)][number];
+        if (noted->ref && noted->key.low == key.low && noted->key.high == key.high)
             return 1;
+    }
     return 0;
 }
 
@@ -322,12 +326,14 @@ static void run_round(double end)
 
 static void create(uint64_t number)
 {
-    struct kvp_request request = {.blocks = BLOCKS, .workers = SLOTS, .classes = 1, .stride = {STRIDE}, .hosts = HOSTS,
+    struct kvp_request request = {.workers = SLOTS, .classes = rack->classes, .stride = {STRIDE, STRIDE_MAX}, .hosts = HOSTS,
                                   .lease_ms = LEASE_MS};
     char options[160];
     pid_t child;
     int how;
 
+    request.bytes = rack->classes == 1 ? 0 : BYTES;
+    request.blocks = rack->classes == 1 ? BLOCKS : 0;
     snprintf(rack->uri, sizeof rack->uri, "%s:rack-%d-%llu", KVP_MODE == KVP_SIM ? "sim" : "shm", (int)getpid(),
              (unsigned long long)number);
     int length = snprintf(options, sizeof options, "%s", rack->uri);
@@ -337,7 +343,10 @@ static void create(uint64_t number)
     if ((child = fork()) == 0) {
         int status = kvp_pool_create(options, &request, "lru", &pool);
         REQUIRE(status == KVP_OK, "create %s: %s", options, kvp_strerror(status));
-        REQUIRE(pool->arena.layout.segments == 64, "%u segments", pool->arena.layout.segments);
+        rack->segments = pool->arena.layout.segments;
+        for (uint32_t c = 0; c < rack->classes; c++)
+            rack->blocks[c] = pool->arena.class[c].blocks;
+        REQUIRE(rack->segments <= SEGMENTS && rack->blocks[0] <= BLOCKS_MAX, "the pool is too large for this test");
         kvp_pool_free(pool);
         _exit(0);
     }
@@ -352,7 +361,7 @@ static void end_all(void)
     ask_hosts(ORDER_EMPTY);
     settle_all();
     int64_t used = ask_hosts(ORDER_USE);
-    if (used != BLOCKS)
+    if (rack->classes == 1 && used != BLOCKS)
         give_up("%lld of %d blocks can be used", (long long)used, BLOCKS);
     for (uint32_t i = 0; i < SEATS; i++) {
         struct seat *at = &rack->seats[i];
@@ -374,9 +383,9 @@ static void report(double spent)
         for (int v = 0; v < VERBS; v++)
             operations += rack->seats[i].count[v];
     }
-    printf("seed %llu: %u rounds in %.1f s, %llu operations, %llu payloads verified, %llu deaths (%llu by surprise), hosts killed "
+    printf("seed %llu, classes %u: %u rounds in %.1f s, %llu operations, %llu payloads verified, %llu deaths (%llu by surprise), hosts killed "
            "%llu lost %llu fenced %llu stopped %llu, %llu segments adopted, %llu lines lost, %llu rounds without eviction, "
-           "%llu keys found at rest\n", (unsigned long long)rack->seed, rack->round, spent, (unsigned long long)operations,
+           "%llu keys found at rest\n", (unsigned long long)rack->seed, rack->classes, rack->round, spent, (unsigned long long)operations,
            (unsigned long long)verified, (unsigned long long)deaths, (unsigned long long)kills,
            (unsigned long long)events[KILLED], (unsigned long long)events[LOST], (unsigned long long)events[FENCED],
            (unsigned long long)events[STOPPED], (unsigned long long)adopted_segments, (unsigned long long)lost_lines,
@@ -390,10 +399,11 @@ int main(int argc, char **argv)
     double duration = argc > 1 ? strtod(argv[1], NULL) : 10;
     uint64_t number = argc > 2 ? strtoull(argv[2], NULL, 10) : (uint64_t)time(NULL);
 
-    snprintf(replay, sizeof replay, "rack %g %llu", duration, (unsigned long long)number);
     rack = mmap(NULL, sizeof *rack, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     rack->seed = number;
     rack->is_quiet = 1;
+    rack->classes = argc > 3 ? (uint32_t)atoi(argv[3]) : 1 + (uint32_t)(number % 3 == 0);
+    snprintf(replay, sizeof replay, "rack %g %llu %u", duration, (unsigned long long)number, rack->classes);
     dice = mix(number + 4711);
     started = seconds();
     create(number);

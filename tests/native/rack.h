@@ -3,7 +3,8 @@
 #define KVP_TEST_RACK_H
 #include "tests/native/common.h"
 
-enum { HOSTS = 4, WORKERS = 4, SEATS = HOSTS * WORKERS, SLOTS = 8, BLOCKS = 512, STRIDE = 1024, LEASE_MS = 400 };
+enum { HOSTS = 4, WORKERS = 4, SEATS = HOSTS * WORKERS, SLOTS = 8, LEASE_MS = 400 };
+enum { BLOCKS = 512, BLOCKS_MAX = 4096, CLASSES = 2, STRIDE = 1024, STRIDE_MAX = 3072, BYTES = 2560 << 10 };
 enum { IDS = 320, FEW_IDS = 48, COPIES = 64, SEGMENTS = 256, NAMES = 96 };
 
 enum verb { PUT, FILL, MATCH, LET_GO, COPY_OUT, SHRINK, REMOVE, GIVE, REVOKE, FOLLOW, LOOK_UP, CHECK, VERBS };
@@ -53,6 +54,8 @@ struct standing {
 
 struct rack {
     uint64_t seed;
+    uint32_t classes;          /* 1, or 2 that share their segments, and whose lines of words lie across them */
+    uint32_t segments, blocks[CLASSES];
     uint32_t round;            /* grows; 0 is none */
     uint32_t is_quiet;         /* a worker that starts now waits for orders */
     uint32_t is_roomy;         /* nothing is removed or evicted on purpose, and there is room for all keys */
@@ -61,7 +64,7 @@ struct rack {
     uint64_t evictions;        /* blocks locked for eviction, by all */
     uint32_t must[IDS];        /* round in which a publication of this key was confirmed */
     struct seat seats[SEATS];
-    struct noted noted[BLOCKS];
+    struct noted noted[CLASSES][BLOCKS_MAX];
     struct standing standing[HOSTS];
     const char *names[NAMES];  /* crash points that were passed: literals, at the same address in all forks */
     char uri[128];
@@ -72,6 +75,10 @@ static struct rack *rack;
 #define shared_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define shared_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define shared_add(p, v) __atomic_fetch_add((p), (v), __ATOMIC_ACQ_REL)
+
+/* Each key belongs to one class. */
+static inline uint32_t class_of(uint64_t id) { return (uint32_t)(id % rack->classes); }
+static inline uint64_t stride_of(uint32_t c) { return c ? STRIDE_MAX : STRIDE; }
 
 static inline uint64_t draw_from(uint64_t *state, uint64_t n)
 {

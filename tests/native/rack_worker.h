@@ -19,7 +19,9 @@ static uint32_t held_count;
 
 static uint64_t draw(uint64_t n) { return draw_from(&chance, n); }
 static uint64_t draw_id(void) { return draw(rack->is_roomy ? FEW_IDS : IDS); }
-static void *block_bytes(uint32_t number) { return kvp_block_data(&pool->arena, number); }
+static void *block_bytes(uint32_t block) { return kvp_block_data(&pool->arena, block); }
+/* The n-th key after one, of its class. */
+static uint64_t next_id(uint64_t id, uint32_t n) { return (id + n * rack->classes) % IDS; }
 
 static void visit(const char *name)
 {
@@ -54,10 +56,10 @@ static void require_right(uint64_t ref, uint64_t id, const char *when)
     struct kvp_key key = key_of(id);
     const uint64_t *words = block_bytes((uint32_t)ref);
 
-    for (uint64_t i = 0; i < STRIDE / 8; i++)
+    for (uint64_t i = 0; i < stride_of(class_of(id)) / 8; i++)
         REQUIRE(words[i] == payload_word(&key, i), "key %llu, reference %#llx, word %llu is %#llx %s (word of the block %#llx)",
                 (unsigned long long)id, (unsigned long long)ref, (unsigned long long)i, (unsigned long long)words[i], when,
-                (unsigned long long)nc_load(&pool->arena.class[0].words[(uint32_t)ref]));
+                (unsigned long long)nc_load(&pool->arena.class[class_of(id)].words[kvp_block_number((uint32_t)ref)]));
     seat->verified++;
 }
 
@@ -66,7 +68,7 @@ static void confirm(uint64_t id) { shared_store(&rack->must[id], rack->round); }
 static void put(void)
 {
     uint64_t id = draw_id();
-    int64_t stored = put_one(pool, 0, id);
+    int64_t stored = put_one(pool, class_of(id), id);
 
     REQUIRE(stored >= 0 || stored == KVP_E_FULL, "put answers %lld", (long long)stored);
     if (stored == 1)
@@ -74,9 +76,9 @@ static void put(void)
 }
 
 /* What was there before the right bytes must never be seen. */
-static void fill_with_noise(uint32_t number)
+static void fill_with_noise(uint32_t c, uint32_t number)
 {
-    memset(block_bytes(number), (int)(0x80 | draw(128)), STRIDE);
+    memset(block_bytes(kvp_block(c, number)), (int)(0x80 | draw(128)), stride_of(c));
 }
 
 static void fill(void)
@@ -84,26 +86,27 @@ static void fill(void)
     uint32_t n = 1 + (uint32_t)draw(CHAIN_MAX), numbers[CHAIN_MAX];
     uint64_t id = draw_id(), refs[CHAIN_MAX];
     struct kvp_key keys[CHAIN_MAX];
-    int status = kvp_reserve(pool, 0, n, numbers);
+    uint32_t c = class_of(id);
+    int status = kvp_reserve(pool, c, n, numbers);
 
     REQUIRE(status == KVP_OK || status == KVP_E_FULL, "reserve answers %d", status);
     if (status)
         return;
     for (uint32_t i = 0; i < n; i++)
-        fill_with_noise(numbers[i]);
+        fill_with_noise(c, numbers[i]);
     if (draw(6) == 0) {
-        REQUIRE(kvp_withdraw(pool, 0, numbers, n) == KVP_OK, "withdraw");
+        REQUIRE(kvp_withdraw(pool, c, numbers, n) == KVP_OK, "withdraw");
         return;
     }
     for (uint32_t i = 0; i < n; i++) {
-        keys[i] = key_of(id + i < IDS ? id + i : id + i - IDS);
-        payload_write(block_bytes(numbers[i]), &keys[i], STRIDE);
+        keys[i] = key_of(next_id(id, i));
+        payload_write(block_bytes(kvp_block(c, numbers[i])), &keys[i], stride_of(c));
     }
-    int64_t published = kvp_publish(pool, 0, numbers, keys, n, refs);
+    int64_t published = kvp_publish(pool, c, numbers, keys, n, refs);
     REQUIRE(published >= 0, "publish answers %lld", (long long)published);
     for (uint32_t i = 0; i < n; i++)
         if (refs[i])
-            confirm(id + i < IDS ? id + i : id + i - IDS);
+            confirm(next_id(id, i));
 }
 
 static void match(void)
@@ -113,19 +116,19 @@ static void match(void)
     struct kvp_key keys[CHAIN_MAX];
 
     for (uint32_t i = 0; i < n; i++)
-        keys[i] = key_of(id + i < IDS ? id + i : id + i - IDS);
-    int64_t matched = kvp_match(pool, 0, keys, n, refs);
+        keys[i] = key_of(next_id(id, i));
+    int64_t matched = kvp_match(pool, class_of(id), keys, n, refs);
     REQUIRE(matched >= 0, "match answers %lld", (long long)matched);
     for (int look = 0; look < 2; look++) {
         for (uint32_t i = 0; i < matched; i++)
-            require_right(refs[i], id + i < IDS ? id + i : id + i - IDS, look ? "still under the pin" : "under a pin");
+            require_right(refs[i], next_id(id, i), look ? "still under the pin" : "under a pin");
         if (matched && !look)
             usleep((useconds_t)draw(500));
     }
     for (uint32_t i = 0; i < matched; i++)
         if (held_count < HELD_MAX && draw(4) == 0) {
             held[held_count].ref = refs[i];
-            held[held_count++].id = id + i < IDS ? id + i : id + i - IDS;
+            held[held_count++].id = next_id(id, i);
             refs[i] = 0;
         }
     REQUIRE(kvp_unpin_refs(pool, refs, n) == KVP_OK, "unpin");
@@ -143,34 +146,36 @@ static void let_go(void)
 
 static void copy_out(void)
 {
-    uint8_t copies[CHAIN_MAX][STRIDE], got[CHAIN_MAX];
+    uint8_t copies[CHAIN_MAX][STRIDE_MAX], got[CHAIN_MAX];
     struct kvp_key keys[CHAIN_MAX];
     void *to[CHAIN_MAX];
+    uint64_t id = draw_id(), bytes = stride_of(class_of(id));
 
-    for (int i = 0; i < CHAIN_MAX; i++)
-        keys[i] = key_of(draw_id()), to[i] = copies[i];
-    int64_t n = kvp_read(pool, 0, keys, CHAIN_MAX, to, STRIDE, got);
+    for (uint32_t i = 0; i < CHAIN_MAX; i++)
+        keys[i] = key_of(next_id(id, 3 * i)), to[i] = copies[i];
+    int64_t n = kvp_read(pool, class_of(id), keys, CHAIN_MAX, to, bytes, got);
     REQUIRE(n >= 0, "read answers %lld", (long long)n);
     for (int i = 0; i < CHAIN_MAX; i++) {
-        REQUIRE(!got[i] || payload_is(copies[i], &keys[i], STRIDE), "a copy has wrong bytes");
+        REQUIRE(!got[i] || payload_is(copies[i], &keys[i], bytes), "a copy has wrong bytes");
         seat->verified += got[i];
     }
 }
 
-static void shrink(void) { REQUIRE(kvp_shrink(pool, 0, 1 + (uint32_t)draw(8)) >= 0, "shrink"); }
+static void shrink(void) { REQUIRE(kvp_shrink(pool, (uint32_t)draw(rack->classes), 1 + (uint32_t)draw(8)) >= 0, "shrink"); }
 
 static void remove_some(void)
 {
-    struct kvp_key keys[2] = {key_of(draw_id()), key_of(draw_id())};
+    uint64_t id = draw_id();
+    struct kvp_key keys[2] = {key_of(id), key_of(next_id(id, 5))};
 
-    REQUIRE(kvp_remove(pool, 0, keys, 2) >= 0, "remove");
+    REQUIRE(kvp_remove(pool, class_of(id), keys, 2) >= 0, "remove");
 }
 
 static void give(void)
 {
     uint32_t to = (my_host + 1 + (uint32_t)draw(HOSTS - 1)) % HOSTS;
 
-    if (kvp_owned(&pool->arena) > 4)
+    if (kvp_owned(&pool->arena) * HOSTS > rack->segments / 4)
         REQUIRE(kvp_pool_give(pool, to, 1 + (uint32_t)draw(2)) >= 0, "give");
 }
 
@@ -182,9 +187,11 @@ static void look_up(void)
     struct kvp_key keys[16];
     uint64_t refs[16];
 
+    uint32_t c = (uint32_t)draw(rack->classes);
+
     for (int i = 0; i < 16; i++)
         keys[i] = key_of(draw_id());
-    REQUIRE(kvp_lookup(pool, 0, keys, 16, refs) >= 0 && kvp_touch(pool, 0, keys, 16) >= 0, "lookup");
+    REQUIRE(kvp_lookup(pool, c, keys, 16, refs) >= 0 && kvp_touch(pool, c, keys, 16) >= 0, "lookup");
 }
 
 /* On a pool in use: what live workers are in the middle of is no problem, and what the dead left may still be there. */
@@ -242,17 +249,17 @@ static int64_t settle(void)
     return kvp_owned(&pool->arena);
 }
 
-static void note_block(uint32_t number)
+static void note_block(uint32_t c, uint32_t number)
 {
-    const struct kvp_class *class = &pool->arena.class[0];
+    const struct kvp_class *class = &pool->arena.class[c];
     uint64_t word = nc_load(&class->words[number]);
-    struct noted *noted = &rack->noted[number];
+    struct noted *noted = &rack->noted[c][number];
 
-    if (!kvp_is_ours(&pool->arena, 0, number))
+    if (!kvp_is_ours(&pool->arena, c, number))
         return;
     shared_add(&noted->owners, 1ull << my_host);
     noted->key = (struct kvp_key){co_load(&class->tags[number].low), co_load(&class->tags[number].high)};
-    noted->ref = kvp_word_state(word) == KVP_LIVE ? kvp_ref(number, kvp_word_generation(word)) : 0;
+    noted->ref = kvp_word_state(word) == KVP_LIVE ? kvp_ref(kvp_block(c, number), kvp_word_generation(word)) : 0;
 }
 
 static int64_t look(void)
@@ -275,25 +282,26 @@ static int64_t look(void)
             "host %u: in a quiet pool %llu blocks are CACHED, %llu OWN, %llu EVICTING", my_host,
             (unsigned long long)found.states[KVP_CACHED], (unsigned long long)found.states[KVP_OWN],
             (unsigned long long)found.states[KVP_EVICTING]);
-    for (uint32_t number = 0; number < BLOCKS; number++)
-        note_block(number);
+    for (uint32_t c = 0; c < rack->classes; c++)
+        for (uint32_t number = 0; number < rack->blocks[c]; number++)
+            note_block(c, number);
     REQUIRE(kvp_pool_line_counts(pool, &mine->lines) == (KVP_MODE == KVP_SIM ? KVP_OK : KVP_E_INVALID), "line counts");
     return (int64_t)found.states[KVP_LIVE];
 }
 
 /* Found, pinned and right. The first try may meet a copy that has gone: it is doubted, and the next one is found. */
-static void find_one(uint32_t number, uint64_t id)
+static void find_one(uint32_t c, uint32_t number, uint64_t id)
 {
-    struct kvp_key key = rack->noted[number].key;
+    struct kvp_key key = rack->noted[c][number].key;
     uint64_t ref = 0;
 
-    for (int tries = 0; tries < COPIES && kvp_match(pool, 0, &key, 1, &ref) != 1; tries++)
+    for (int tries = 0; tries < COPIES && kvp_match(pool, c, &key, 1, &ref) != 1; tries++)
         if (tries >= HOSTS)
             follow();
     REQUIRE(ref, "host %u: key %llu, published as block %u (%#llx), is not found: known %#llx, word %#llx", my_host,
-            (unsigned long long)id, number, (unsigned long long)rack->noted[number].ref,
-            (unsigned long long)co_load(&pool->arena.class[0].known[number]),
-            (unsigned long long)nc_load(&pool->arena.class[0].words[number]));
+            (unsigned long long)id, number, (unsigned long long)rack->noted[c][number].ref,
+            (unsigned long long)co_load(&pool->arena.class[c].known[number]),
+            (unsigned long long)nc_load(&pool->arena.class[c].words[number]));
     require_right(ref, id, "in a quiet pool");
     REQUIRE(kvp_unpin_refs(pool, &ref, 1) == KVP_OK, "unpin");
 }
@@ -315,37 +323,56 @@ static int64_t find_all(void)
     int64_t found = 0;
 
     follow();
-    for (uint32_t number = 0; number < BLOCKS; number++) {
-        const struct noted *noted = &rack->noted[number];
+    for (uint32_t i = 0; i < rack->classes * BLOCKS_MAX; i++) {
+        const struct noted *noted = &rack->noted[i / BLOCKS_MAX][i % BLOCKS_MAX];
         if (!noted->ref || (!noted->key.low && !noted->key.high))
             continue;
-        find_one(number, id_of(&noted->key));
+        find_one(i / BLOCKS_MAX, i % BLOCKS_MAX, id_of(&noted->key));
         found++;
     }
     return found;
 }
 
-/* Every block that this host may use can be had, and each once. */
-static int64_t use_all(void)
+static int64_t evict_all(void)
 {
-    uint32_t numbers[BLOCKS], n = 0;
-    uint8_t seen[BLOCKS] = {0};
+    int64_t evicted = 0;
 
-    REQUIRE(kvp_shrink(pool, 0, UINT32_MAX) >= 0, "shrink");
-    for (uint32_t number = 0; number < BLOCKS; number++)
-        n += (uint32_t)kvp_is_ours(&pool->arena, 0, number);
+    for (uint32_t c = 0; c < rack->classes; c++)
+        evicted += kvp_shrink(pool, c, UINT32_MAX);
+    return evicted;
+}
+
+/* Every block of a class that this host may use can be had, and each once. */
+static uint32_t use_class(uint32_t c)
+{
+    static uint32_t numbers[BLOCKS_MAX];
+    uint8_t seen[BLOCKS_MAX] = {0};
+    uint32_t n = 0;
     int status = KVP_E_FULL;
+
+    for (uint32_t number = 0; number < rack->blocks[c]; number++)
+        n += (uint32_t)kvp_is_ours(&pool->arena, c, number);
     /* What a keeper has removed for another host lies in its magazine for a tick. */
-    for (int tries = 0; tries < TRIES && (status = kvp_reserve(pool, 0, n, numbers)) == KVP_E_FULL; tries++)
+    for (int tries = 0; tries < TRIES && (status = kvp_reserve(pool, c, n, numbers)) == KVP_E_FULL; tries++)
         usleep(PAUSE_US);
-    REQUIRE(status == KVP_OK, "host %u cannot have its %u blocks: %d", my_host, n, status);
+    REQUIRE(status == KVP_OK, "host %u cannot have its %u blocks of class %u: %d", my_host, n, c, status);
     for (uint32_t i = 0; i < n; i++)
-        REQUIRE(numbers[i] < BLOCKS && !seen[numbers[i]]++, "block %u was given twice", numbers[i]);
-    REQUIRE(kvp_withdraw(pool, 0, numbers, n) == KVP_OK, "withdraw");
+        REQUIRE(numbers[i] < rack->blocks[c] && !seen[numbers[i]]++, "block %u was given twice", numbers[i]);
+    REQUIRE(kvp_withdraw(pool, c, numbers, n) == KVP_OK, "withdraw");
     kvp_lock(pool);
     kvp_spill(&pool->arena);
     kvp_unlock(pool);
     return n;
+}
+
+static int64_t use_all(void)
+{
+    int64_t used = 0;
+
+    evict_all();
+    for (uint32_t c = 0; c < rack->classes; c++)
+        used += use_class(c);
+    return used;
 }
 
 static int64_t fence(uint32_t lost)
@@ -364,7 +391,7 @@ static int64_t obey(enum order order, uint32_t argument)
 {
     switch (order) {
     case ORDER_QUIET: be_quiet(); return 0;
-    case ORDER_EMPTY: return kvp_shrink(pool, 0, UINT32_MAX);
+    case ORDER_EMPTY: return evict_all();
     case ORDER_GIVE: return kvp_pool_give(pool, argument & 255, argument >> 8);
     case ORDER_SETTLE: return settle();
     case ORDER_LOOK: return look();
