@@ -152,8 +152,8 @@ class Namespace:
     def remove(self, keys: KeysLike) -> int:
         """Remove keys: nobody finds them any more; memory is reused at once, or when the last pin goes.
 
-        Returns how many were present. Raises `Busy` if a worker that is stopped (a debugger, SIGSTOP) was about to evict
-        one of the blocks and may yet let it stand; the other keys are removed, and it can be tried again.
+        Returns how many were present. Raises `Busy` if a worker that is stopped (a debugger, SIGSTOP) was about to
+        evict one of the blocks and may yet let it stand; the other keys are removed, and it can be tried again.
         """
         pointer, count = key_buffer(keys)
         return self._core.check(self._core.lib.kvp_remove(self.pool.handle, self.block_class, pointer, count))
