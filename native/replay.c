@@ -357,6 +357,7 @@ uint32_t kvp_follow_logs(kvp_pool *pool)
     uint32_t applied = 0, seen = 1;
     int lapped = 0;
 
+    kvp_owners_see_offers(&pool->arena);
     refresh_heads(pool);
     for (uint32_t h = 0; h < pool->arena.layout.hosts; h++)
         for (uint32_t w = 0; w < tables_of(pool, h); w++)
