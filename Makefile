@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo test model lint types build wheel-test clean
+.PHONY: demo demo-rack test model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
+
+# The same over four simulated hosts, one of which is killed.
+demo-rack: $(VENV)/demo-ready
+	$(BIN)/kvpool demo --hosts 4
 
 test: $(VENV)/dev-ready model
 	$(BIN)/python -P -m pytest -q
@@ -47,7 +51,7 @@ $(VENV)/dev-ready: $(VENV)/demo-ready
 	$(PIP) install -e '.[demo,dev]'
 	touch $@
 
-$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py bindings/*.py* tools/*.py)
+$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py pool/testing/*.py bindings/*.py* tools/*.py)
 	rm -rf $(VENV)/dist $(VENV)/wheel
 	$(BIN)/python -m build -q --wheel --outdir $(VENV)/dist . 2>/dev/null
 	$(PYTHON) -m venv $(VENV)/wheel
@@ -55,5 +59,5 @@ $(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py bindings/*.py* tools
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist bindings/_native.c *.egg-info
+	rm -rf $(VENV) build dist bindings/_coherent.c bindings/_noncoherent.c bindings/_sim.c *.egg-info
 	find . -name '*.so' -delete -o -name __pycache__ -type d -prune -exec rm -rf {} +

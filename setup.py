@@ -3,6 +3,6 @@
 from setuptools import setup
 
 setup(
-    cffi_modules=["bindings/build.py:ffibuilder"],
+    cffi_modules=[f"bindings/build.py:{mode}" for mode in ("coherent", "noncoherent", "sim")],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

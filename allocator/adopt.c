@@ -59,25 +59,46 @@ static int is_becoming_ours(const struct kvp_arena *arena, uint32_t c, uint32_t 
     return 1;
 }
 
+/* Is what we know of the block what is published there? */
+static int is_known(const struct kvp_class *class, uint32_t c, uint32_t number)
+{
+    uint64_t word = nc_load(&class->words[number]), ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
+
+    return kvp_word_state(word) == KVP_LIVE && co_load(&class->known[number]) == kvp_word(ref >> 32, 0, KVP_LIVE);
+}
+
+/* From here on the word of a block says who changes its names: those that we know from logs would be nobody's. */
+void kvp_forget_former(struct kvp_arena *arena, uint32_t segment)
+{
+    uint32_t number, end;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
+            if (is_becoming_ours(arena, c, number, arena->self) && !is_known(&arena->class[c], c, number))
+                arena->forget(arena->context, kvp_block(c, number));
+}
+
 /* Undo what was half done in a segment, and hold it for the class that it has. */
 void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
 {
     uint32_t held = class_of(arena, segment), number, end;
 
+    kvp_forget_former(arena, segment);
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
-        struct kvp_class *class = &arena->class[c];
         kvp_segment_blocks(arena, c, segment, &number, &end);
         uint32_t first = number;
         for (; number < end; number++)
-            if (is_becoming_ours(arena, c, number, arena->self & 0xffff)) {
+            if (is_becoming_ours(arena, c, number, arena->self))
                 undo(arena, c, number);
-                if (kvp_word_state(nc_load(&class->words[number])) == KVP_FREE)
-                    hint(class, number);
-            }
-        nc_write_back(&class->words[first], (end - first) * 8ull);
+        nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
     }
     co_store(&arena->segments[segment], held == KVP_CLASSES_MAX ? kvp_segment_word(KVP_SEGMENT_FREE, 0, 0)
                                                                 : kvp_segment_word(KVP_SEGMENT_HELD, held, 0));
+    /* Only now: who finds the hint of a block that is not ours drops it. */
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
+            if (kvp_is_ours(arena, c, number) && kvp_word_state(nc_load(&arena->class[c].words[number])) == KVP_FREE)
+                hint(&arena->class[c], number);
 }
 
 static void clear_pins(struct kvp_arena *arena)

@@ -146,11 +146,13 @@ struct kvp_head {
     co_u64 life;               /* of the pool, as last refreshed */
     co_u64 beaten;             /* CLOCK_BOOTTIME of the last beat */
     co_u64 fenced;             /* 1: this host was declared lost */
-    co_u32 replayer;           /* worker + 1 that replays logs, or 0 */
-    co_u32 reserved0;          /* zero */
-    co_u64 reserved1[2];       /* zero */
+    co_u32 replayer;           /* worker + 1 that has the turn to replay logs and to make segments ours, or 0 */
+    co_u32 stale;              /* 1: what is known is to be compared with all words */
+    co_u64 asked;              /* other hosts have been asked to remove blocks: CLOCK_MONOTONIC of the next look; or 0 */
+    co_u64 learned;            /* grows when records of other hosts have been applied */
     co_u64 clock;              /* logical time of accesses and publications, for the policies */
-    co_u64 reserved2[7];       /* zero */
+    co_u64 unannounced;        /* 1: the other hosts have not been told of this start */
+    co_u64 reserved2[6];       /* zero */
     co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
     co_u64 reserved3[7];       /* zero */
 };
@@ -312,6 +314,20 @@ static inline int kvp_is_ours(const struct kvp_arena *arena, uint32_t class, uin
     return 1;
 }
 
+/* Is it surely another host's? What is given, taken or adopted at this moment is neither. From here to ours it goes only under
+ * the turn of native/replay.c. */
+static inline int kvp_is_foreign(const struct kvp_arena *arena, uint32_t class, uint32_t number)
+{
+    uint32_t s, last;
+
+    if (!KVP_MANY_HOSTS)
+        return 0;
+    for (kvp_block_segments(arena, class, number, &s, &last); s <= last; s++)
+        if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_FOREIGN)
+            return 1;
+    return 0;
+}
+
 /* Rows and tables of one host or worker. */
 static inline nc_u64 *kvp_owners(const struct kvp_arena *arena, uint32_t host)
 {
@@ -332,6 +348,9 @@ static inline struct kvp_record *kvp_ring(const struct kvp_arena *arena, uint32_
 
 /* Name a block of ours, for this host and for those that join later; zeros: it has no name. Written back, not fenced. */
 void kvp_set_tag(struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t low, uint64_t high);
+/* The same of many blocks: the caller ends `lines` before a word says LIVE. */
+void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t low, uint64_t high,
+                    struct kvp_lines *lines);
 
 /* ---- blocks ---- */
 
@@ -345,6 +364,8 @@ void kvp_spill(struct kvp_arena *arena);
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t *ref);
 /* OWN(self) -> LIVE. The payload, the tag and the score are written before. NOTOWNED. */
 int kvp_make_live(struct kvp_arena *arena, uint32_t class, uint32_t number);
+/* The same of many blocks: the caller ends `lines` before it says so to other hosts. */
+int kvp_make_live_to(struct kvp_arena *arena, uint32_t class, uint32_t number, struct kvp_lines *lines);
 /* LIVE -> EVICTING(self) for those of the n blocks that nobody has pinned; compacts them to the front and returns
  * how many. One pass over the pin slots for the whole batch; never waits. Each is then taken, or given back. */
 uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
@@ -427,16 +448,23 @@ int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
 /* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.
  * Returns how many segments became ours. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
+/* See which of our offers were taken: before the takers' records are read, which name blocks that are theirs by now. */
+void kvp_owners_see_offers(struct kvp_arena *arena);
 /* Take an offer back that nobody has taken: 1 ours again, 0 it is gone or being taken: ask again later. */
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment);
 /* Take the segments of a lost host: it was reset, and the site has named us (kvp_host_adopt comes first). Its published
  * blocks stay; what it was in the middle of is undone. Returns how many segments. */
 uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost);
+/* Finish or undo what dead workers of ours were moving (kvp_recover_owners has put it down to a live one): this may make
+ * segments ours, and so needs the turn of native/replay.c as taking and adopting do. */
+void kvp_finish_moving(struct kvp_arena *arena);
 /* What has become of an offer of `epoch` to a host, by its row as it stands in our cache: 1 taken, 0 not, -1 being taken. */
 int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to, uint64_t epoch);
 /* Undo what a former owner, or a worker that died while it moved the segment, left half done in it; then it is HELD by
  * the class whose blocks it has, or FREE. The caller has it in MOVING. */
 void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment);
+/* Names that we knew of blocks in a segment that becomes ours go, except those of what is published there. */
+void kvp_forget_former(struct kvp_arena *arena, uint32_t segment);
 /* Drop our cached copies of all that a segment holds, and fence. */
 void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment);
 /* Segments that are ours. */

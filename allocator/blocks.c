@@ -13,7 +13,8 @@ static void set_hint(struct kvp_class *class, uint32_t number)
     co_or(&class->summary[at / 64], 1ull << at % 64);
 }
 
-void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high)
+void kvp_set_tag_to(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high,
+                    struct kvp_lines *lines)
 {
     struct kvp_class *class = &arena->class[c];
 
@@ -23,7 +24,15 @@ void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t 
         return;
     nc_store(&class->labels[number].low, low);
     nc_store(&class->labels[number].high, high);
-    nc_write_back(&class->labels[number], sizeof class->labels[number]);
+    kvp_lines_note(lines, &class->labels[number]);
+}
+
+void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high)
+{
+    struct kvp_lines lines = {NULL};
+
+    kvp_set_tag_to(arena, c, number, low, high, &lines);
+    kvp_lines_end(&lines);
 }
 
 static void release(struct kvp_class *class, uint32_t number)
@@ -36,23 +45,18 @@ static void release(struct kvp_class *class, uint32_t number)
     set_hint(class, number);
 }
 
-/* Claim FREE blocks among the bits of one hint word. The bits are taken first, so that two workers rarely try
+/* Claim those blocks of one hint word that `mask` names. The bits are taken first, so that two workers rarely try
  * the same block; the CAS on the word decides. A death in between loses hints only: recovery sets them again. */
-static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
+static void claim_bits(struct kvp_arena *arena, uint32_t c, uint32_t at, uint64_t mask)
 {
     struct kvp_class *class = &arena->class[c];
     struct kvp_magazine *magazine = &class->magazine;
-    uint64_t bits = co_load(&class->hints[at]), mask = 0;
 
-    for (uint32_t room = magazine->capacity - magazine->count; room && bits; room--) {
-        mask |= bits & -bits;
-        bits &= bits - 1;
-    }
     /* From the top, so that the magazine, a stack, gives neighbours out in ascending order. */
-    for (bits = co_and(&class->hints[at], ~mask) & mask; bits; bits ^= 1ull << (63 - __builtin_clzll(bits))) {
+    for (uint64_t bits = co_and(&class->hints[at], ~mask) & mask; bits; bits ^= 1ull << (63 - __builtin_clzll(bits))) {
         uint32_t number = at * 64 + 63 - (uint32_t)__builtin_clzll(bits);
-        if (number >= class->blocks)
-            continue;
+        if (number >= class->blocks || !kvp_is_ours(arena, c, number))
+            continue; /* once it becomes ours it gets a hint */
         uint64_t word = nc_load(&class->words[number]);
         KVP_CRASH_POINT("alloc.hint_taken");
         if (kvp_word_state(word) != KVP_FREE)
@@ -63,6 +67,24 @@ static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
         }
         if (nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_CACHED)))
             magazine->block[magazine->count++] = number;
+    }
+}
+
+/* Claim FREE blocks among the bits of one hint word, until there is enough: a bit that stands for nothing must not hide
+ * those above it. */
+static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
+{
+    struct kvp_class *class = &arena->class[c];
+    struct kvp_magazine *magazine = &class->magazine;
+    uint64_t untried = co_load(&class->hints[at]);
+
+    while (untried && magazine->count < magazine->capacity) {
+        uint64_t mask = 0;
+        for (uint32_t room = magazine->capacity - magazine->count; room && untried; room--) {
+            mask |= untried & -untried;
+            untried &= untried - 1;
+        }
+        claim_bits(arena, c, at, mask);
     }
     if (co_load(&class->hints[at]) == 0) {
         co_and(&class->summary[at / 64], ~(1ull << at % 64));
@@ -169,7 +191,7 @@ int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, u
     return status;
 }
 
-int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
+int kvp_make_live_to(struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_lines *lines)
 {
     uint64_t word;
     int status = is_owned(arena, c, number, &word);
@@ -178,9 +200,18 @@ int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
         return status;
     /* Release: payload, tag and score are visible to whoever sees LIVE. */
     nc_store(&arena->class[c].words[number], kvp_word(kvp_next_generation(kvp_word_generation(word)), 0, KVP_LIVE));
-    nc_write_back(&arena->class[c].words[number], 8);
+    kvp_lines_note(lines, &arena->class[c].words[number]);
     KVP_CRASH_POINT("publish.live");
     return KVP_OK;
+}
+
+int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_lines lines = {NULL};
+    int status = kvp_make_live_to(arena, c, number, &lines);
+
+    kvp_lines_end(&lines);
+    return status;
 }
 
 int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)

@@ -5,6 +5,10 @@
  */
 #include "allocator/allocator.h"
 
+#include <time.h>
+
+enum { PASS_TRIES = 50, PASS_PAUSE_NS = 1000000 };
+
 uint32_t kvp_owner(const struct kvp_arena *arena, uint32_t segment)
 {
     uint64_t best = 0;
@@ -99,6 +103,27 @@ static uint64_t own_epoch(const struct kvp_arena *arena, uint32_t segment)
     return kvp_owner_epoch(nc_load(&kvp_owners(arena, arena->host)[segment]));
 }
 
+/* Has every other worker of ours ended what it was doing when the segment stopped being ours to use? One that saw it before
+ * might still CAS a word in it; that fails, but makes the line dirty in our cache, and later it would fall on what the taker
+ * has written. Who is slow is waited for a little; then the segment is not given now. */
+static int others_have_passed(const struct kvp_arena *arena)
+{
+    struct timespec pause = {0, PASS_PAUSE_NS};
+
+    co_full_fence(); /* Dekker with whoever locks a pool handle: MOVING is visible before we look who is busy */
+    for (uint32_t w = 0; w < arena->layout.workers; w++) {
+        uint64_t busy = co_load(&arena->slots[w].busy);
+        if (w == arena->self || !(busy & 1))
+            continue;
+        for (int tries = 0; co_load32(&arena->slots[w].lock) != 0 && co_load(&arena->slots[w].busy) == busy; tries++) {
+            if (tries == PASS_TRIES)
+                return 0;
+            nanosleep(&pause, NULL);
+        }
+    }
+    return 1;
+}
+
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to)
 {
     uint64_t seen = kvp_segment_word(KVP_SEGMENT_FREE, 0, 0);
@@ -107,6 +132,10 @@ int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to)
         !co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
         return 0;
     KVP_CRASH_POINT("owner.giving");
+    if (!others_have_passed(arena)) {
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
+        return 0;
+    }
     write_all_back(arena, segment);
     nc_write_fence(); /* the segment is in memory before the offer is: the taker refreshes it when it has seen that */
     write_own(arena, segment, own_epoch(arena, segment) + 1, to, KVP_OWNER_OFFER);
@@ -123,6 +152,29 @@ int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to,
     return kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_TAKING ? -1 : 1;
 }
 
+static void see_offer(struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
+
+    if (kvp_owner_state(own) == KVP_OWNER_OFFER && kvp_owner_peer(own) < arena->layout.hosts &&
+        kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1 &&
+        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0)))
+        co_store32(&arena->head->stale, 1); /* what the taker has published there until now was not learned */
+}
+
+void kvp_owners_see_offers(struct kvp_arena *arena)
+{
+    int refreshed = 0;
+
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        if (kvp_segment_state(co_load(&arena->segments[s])) != KVP_SEGMENT_OFFERED)
+            continue;
+        if (!refreshed++)
+            kvp_owners_refresh(arena);
+        see_offer(arena, s);
+    }
+}
+
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
 {
     nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
@@ -136,30 +188,19 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     write_own(arena, segment, epoch, to, KVP_OWNER_REVOKING);
     nc_write_fence(); /* REVOKING is in memory before the taker's word is dropped: Dekker with take() */
     nc_invalidate(&kvp_owners(arena, to)[segment], 8);
-    nc_full_fence(); /* and the taker's word is read after that */
+    nc_invalidate(&arena->roster.hosts[to], KVP_LINE);
+    nc_full_fence(); /* and the taker's word, and whether it is the same host yet, are read after that */
     int taken = kvp_offer_fate(arena, segment, to, epoch);
+    if (taken < 0 && kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
+        taken = 0; /* who was taking it is lost, and a new incarnation of it would have aborted that first */
     if (taken == 0) {
         write_own(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
         return 1;
     }
     co_store(&arena->segments[segment], kvp_segment_word(taken < 0 ? KVP_SEGMENT_OFFERED : KVP_SEGMENT_FOREIGN, 0, 0));
+    co_store32(&arena->head->stale, 1); /* as in see_offer */
     return 0;
-}
-
-/* An offer of ours that was taken is not ours; one that we had begun to take back, and that was then given up, is. */
-static void see_offer(struct kvp_arena *arena, uint32_t segment)
-{
-    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
-    enum kvp_owner_state state = kvp_owner_state(own);
-
-    if ((state != KVP_OWNER_OFFER && state != KVP_OWNER_REVOKING) || kvp_owner_peer(own) >= arena->layout.hosts)
-        return;
-    int fate = kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own));
-    if (fate == 1)
-        co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
-    else if (fate == 0 && state == KVP_OWNER_REVOKING)
-        kvp_owner_revoke(arena, segment);
 }
 
 /* ---- taking ---- */
@@ -182,6 +223,7 @@ static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64
         return 0;
     }
     kvp_segment_refresh(arena, segment);
+    kvp_forget_former(arena, segment);
     write_own(arena, segment, epoch, arena->host, KVP_OWNER_TAKEN);
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
     return 1;
@@ -238,8 +280,21 @@ void kvp_recover_owners(struct kvp_arena *arena, uint32_t dead)
 {
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         uint64_t seen = co_load(&arena->segments[s]);
-        if (kvp_segment_state(seen) == KVP_SEGMENT_MOVING && kvp_segment_who(seen) == (dead & 0xffff) &&
-            co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self & 0xffff)))
+        if (kvp_segment_state(seen) == KVP_SEGMENT_MOVING && kvp_segment_who(seen) == dead)
+            co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self));
+    }
+}
+
+/* Nobody else moves a segment at this moment: it is put down to us, or to a slot that is free, by a recovery. */
+void kvp_finish_moving(struct kvp_arena *arena)
+{
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t seen = co_load(&arena->segments[s]);
+        uint32_t who = kvp_segment_who(seen);
+        if (kvp_segment_state(seen) != KVP_SEGMENT_MOVING || who >= arena->layout.workers ||
+            (who != arena->self && co_load32(&arena->slots[who].lock) != 0))
+            continue;
+        if (co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
             recover_moving(arena, s);
     }
 }

@@ -60,7 +60,7 @@ static void prefetch_slot(const struct kvp_arena *arena, uint64_t ref)
         kvp_prefetch(&arena->class[c].pin_slot[number]);
 }
 
-static int announce(struct kvp_arena *arena, uint64_t ref)
+static int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
 {
     uint32_t c, number;
 
@@ -74,7 +74,7 @@ static int announce(struct kvp_arena *arena, uint64_t ref)
         nc_store(&own_slots(arena)[slot], (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
         KVP_CRASH_POINT("pin.announced");
         if (!kvp_is_ours(arena, c, number)) /* the owner's own workers see it in the cache that we share */
-            nc_write_back(&own_slots(arena)[slot], 8);
+            kvp_lines_note(lines, &own_slots(arena)[slot]);
         *mine = slot + 1;
         arena->pin_count[slot] = 0;
         arena->pins_held++;
@@ -83,7 +83,7 @@ static int announce(struct kvp_arena *arena, uint64_t ref)
     return KVP_OK;
 }
 
-static void withdraw(struct kvp_arena *arena, uint64_t ref)
+static void withdraw(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
 {
     uint32_t c, number;
 
@@ -98,7 +98,7 @@ static void withdraw(struct kvp_arena *arena, uint64_t ref)
     nc_store(&own_slots(arena)[slot], 0);
     KVP_CRASH_POINT("unpin.cleared");
     if (!kvp_is_ours(arena, c, number))
-        nc_write_back(&own_slots(arena)[slot], 8);
+        kvp_lines_note(lines, &own_slots(arena)[slot]);
     arena->pin_free[arena->pin_free_count++] = slot;
     if (--arena->pins_held == 0)
         arena->pin_top = arena->pin_free_count = 0;
@@ -107,18 +107,21 @@ static void withdraw(struct kvp_arena *arena, uint64_t ref)
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     uint32_t announced = 0, valid = 0;
+    struct kvp_lines lines = {NULL};
     int status = KVP_OK;
 
     while (announced < n) {
         if (announced + AHEAD < n)
             prefetch_slot(arena, refs[announced + AHEAD]);
-        if ((status = announce(arena, refs[announced])) != KVP_OK)
+        if ((status = announce(arena, refs[announced], &lines)) != KVP_OK)
             break;
         announced++;
     }
+    kvp_lines_end(&lines);
     nc_write_fence(); /* our slots are in memory before a word is dropped, or an old one might be fetched before them */
-    for (uint32_t i = 0; i < announced; i++) {
-        kvp_refresh_word(arena, refs[i]);
+    for (uint32_t i = 0; KVP_MANY_HOSTS && i < announced; i++) {
+        if (i == 0 || ((uint32_t)refs[i] ^ (uint32_t)refs[i - 1]) / 8) /* neighbours share a line of words */
+            kvp_refresh_word(arena, refs[i]);
         /* The bytes too, under one fence: a reference comes from a log or a publication that has ended, so they were in
          * memory before this call began. */
         kvp_refresh_bytes(arena, refs[i], arena->class[kvp_block_class((uint32_t)refs[i])].stride);
@@ -133,13 +136,17 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
         }
     }
     for (uint32_t i = valid; i < announced; i++)
-        withdraw(arena, refs[i]);
+        withdraw(arena, refs[i], &lines);
+    kvp_lines_end(&lines);
     return valid ? (int64_t)valid : status;
 }
 
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
+    struct kvp_lines lines = {NULL};
+
     for (uint32_t i = 0; i < n; i++)
         if (refs[i]) /* 0 is no reference, though its bits would name block 0 */
-            withdraw(arena, refs[i]);
+            withdraw(arena, refs[i], &lines);
+    kvp_lines_end(&lines);
 }

@@ -74,12 +74,6 @@ static void recover_pins(struct kvp_arena *arena, uint32_t dead)
     nc_write_back(pins, (uint64_t)arena->layout.pin_slots * 8);
 }
 
-/* A record that is committed and not written back would hide all later ones: readers wait for it. */
-static void recover_log(struct kvp_arena *arena, uint32_t dead)
-{
-    nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));
-}
-
 uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
 {
     uint64_t freed = 0;
@@ -90,7 +84,8 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
         kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
     recover_pins(arena, dead);
-    recover_log(arena, dead);
+    /* Records that the dead had not written back: others are to hear of what it did. */
+    nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));
     return freed;
 }
 

@@ -8,6 +8,7 @@ __all__ = [
     "Corrupt",
     "Error",
     "Exists",
+    "Fenced",
     "Foreign",
     "Forked",
     "InvalidArgument",
@@ -25,7 +26,10 @@ __all__ = [
     "Stale",
     "SystemFailure",
     "Truncated",
+    "Unqualified",
     "VersionMismatch",
+    "WrongHost",
+    "WrongMode",
     "WrongThread",
 ]
 
@@ -123,6 +127,30 @@ class Busy(Error):
     """Live workers use the pool."""
 
     code = -18
+
+
+class WrongMode(Error):
+    """The pool was made for another mode (coherent, noncoherent, sim): open it in its own."""
+
+    code = -19
+
+
+class WrongHost(Error):
+    """No such host in the pool, or its identity belongs to another machine."""
+
+    code = -23
+
+
+class Fenced(Error):
+    """This host was declared lost and what it owned is another's: close the pool and open it again."""
+
+    code = -24
+
+
+class Unqualified(Error):
+    """Nobody has shown that hosts may share this device without coherence: run `kvpool qualify` on it."""
+
+    code = -25
 
 
 class Closed(Error):

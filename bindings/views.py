@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.bindings import ffi, lib
+from kvpool.bindings import Core
 from kvpool.bindings.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ class _Mapping:
     Its destructor is a C function: one in Python could swallow a KeyboardInterrupt that arrives while it runs.
     """
 
-    def __init__(self, handle: Any, size: int) -> None:
-        self._hold = ffi.gc(lib.kvp_hold_new(handle, 0, 0), lib.kvp_hold_end)
-        address = int(ffi.cast("uintptr_t", lib.kvp_pool_base(handle)))
+    def __init__(self, core: Core, handle: Any, size: int) -> None:
+        self._hold = core.ffi.gc(core.lib.kvp_hold_new(handle, 0, 0), core.lib.kvp_hold_end)
+        address = int(core.ffi.cast("uintptr_t", core.lib.kvp_pool_base(handle)))
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
 
 
-def mapping_array(handle: Any, size: int) -> NDArray[np.uint8]:
+def mapping_array(core: Core, handle: Any, size: int) -> NDArray[np.uint8]:
     """The whole mapping of a pool handle (cdata) as writable bytes."""
-    return np.asarray(_Mapping(handle, size))
+    return np.asarray(_Mapping(core, handle, size))
 
 
 def class_array(

@@ -57,6 +57,7 @@ enum kvp_status {
     KVP_E_NOSLOT = -22,    /* every worker slot is taken by a live process */
     KVP_E_HOST = -23,      /* no such host, or its identity is another machine's */
     KVP_E_FENCED = -24,    /* this host was declared lost: what it owned is another's */
+    KVP_E_UNQUALIFIED = -25, /* nobody has shown that hosts may share this device without coherence */
     /* blocks */
     KVP_E_FULL = -30,      /* no block is free and nothing may be evicted */
     KVP_E_RANGE = -31,     /* no such class or block number */
@@ -86,12 +87,36 @@ int kvp_fail(int status, const char *format, ...) __attribute__((format(printf, 
 const char *kvp_line_instructions(void);
 /* For tests and benchmarks, before there are threads: use this set. INVALID if the CPU lacks it. */
 int kvp_line_choose(const char *instructions);
+/* For benchmarks: write lines back, or drop them, and wait until that is done. Whoever publishes or refreshes so many lines
+ * cannot do with less. */
+void kvp_lines_write_back(const void *p, uint64_t bytes);
+void kvp_lines_invalidate(const void *p, uint64_t bytes);
 /* The most that the hardware moves at once. Above 64 two hosts could write one unit: no place for mode noncoherent. */
 uint32_t kvp_line_bytes(void);
 /* cdef: end */
 
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
+
+/* Lines to write back, each once although several of its words were stored one by one: what is noted is written back when
+ * another line is noted, or at the end. Nothing in mode coherent. */
+struct kvp_lines {
+    const uint8_t *line;
+};
+static inline void kvp_lines_end(struct kvp_lines *lines)
+{
+    if (lines->line)
+        nc_write_back(lines->line, KVP_LINE);
+    lines->line = NULL;
+}
+static inline void kvp_lines_note(struct kvp_lines *lines, const void *p)
+{
+    const uint8_t *line = (const uint8_t *)p - ((uintptr_t)p & (KVP_LINE - 1));
+
+    if (lines->line != line)
+        kvp_lines_end(lines);
+    lines->line = line;
+}
 
 /* Copy `bytes` into / out of the pool, with non-temporal stores from 4 KiB on (a recycled block, and the buffer of an
  * engine, are cold: a cached copy would read the target first and push other things out). Complete before return; what is
@@ -242,6 +267,8 @@ void kvp_sim_copy_in(void *pool, const void *from, uint64_t bytes); /* of kvp_co
  * lock for ten seconds; INVALID (another size); PERMISSION (another user's); SYSTEM. */
 int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh);
 void kvp_host_memory_unlock(struct kvp_mapping *mapping);
+/* Map what is there, to look at it, without its lock. NOTFOUND; INVALID (another size); SYSTEM. */
+int kvp_host_memory_look(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out);
 /* Remove the name; who has it mapped keeps it. NOTFOUND, PERMISSION. */
 int kvp_host_memory_remove(const uint8_t uuid[16], uint32_t host);
 
@@ -273,7 +300,8 @@ struct kvp_slot {
     co_u64 pid_space;    /* inode of the PID namespace */
     co_u64 reserved1;    /* zero */
     co_u64 joined;       /* CLOCK_REALTIME at join, nanoseconds */
-    co_u64 reserved2[8]; /* zero */
+    co_u64 busy;         /* odd while the worker, or who recovers it, may change words of blocks; many hosts only */
+    co_u64 reserved2[7]; /* zero */
     co_u64 counter[KVP_COUNTERS]; /* statistics, written by this worker alone, never reset */
 };
 _Static_assert(offsetof(struct kvp_slot, counter) == 128, "counters start a line");
@@ -399,6 +427,9 @@ _Static_assert(sizeof(struct kvp_record) == 32, "two records a line");
 
 /* Append as record `sequence` (1, 2, 3, ...) of the ring of `records` (a power of two); kind is 0 to 127. */
 void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3]);
+/* The same of many: the caller ends `lines`. Until then other hosts may not see it. */
+void kvp_log_append_to(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3],
+                       struct kvp_lines *lines);
 /* Invalidate the records from `sequence` on, n of them; a fence of the caller's follows before they are read. */
 void kvp_log_refresh(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t n);
 /* Read record `sequence`: 1 read, 0 not written yet, -1 lapped (*newest gets the sequence that is there). */

@@ -87,7 +87,7 @@ void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
  * anyway before it stores a word that says the block is whole; none is needed here. */
 void kvp_copy_in(void *pool, const void *from, uint64_t bytes)
 {
-    uint64_t head, body = STREAMS ? streamed(pool, bytes, &head) : 0;
+    uint64_t head = 0, body = STREAMS ? streamed(pool, bytes, &head) : 0;
     uint8_t *to = pool;
 
     copy(to, from, bytes);

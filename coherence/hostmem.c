@@ -87,6 +87,26 @@ static int check_file(const struct kvp_mapping *out, const struct stat *info)
     return KVP_OK;
 }
 
+int kvp_host_memory_look(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out)
+{
+    struct stat info;
+    int status = KVP_OK;
+
+    *out = (struct kvp_mapping){.page_bytes = KVP_PAGE, .kind = KVP_MAP_SHM};
+    out->bytes = (bytes + KVP_PAGE - 1) & ~(uint64_t)(KVP_PAGE - 1);
+    memory_path(uuid, host, out->path, sizeof out->path);
+    out->fd = open(out->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (out->fd < 0 || fstat(out->fd, &info))
+        status = kvp_fail_errno("cannot open", out->path);
+    else if ((status = check_file(out, &info)) == KVP_OK && !info.st_size)
+        status = kvp_fail(KVP_E_NOTFOUND, "%s is still empty", out->path);
+    if (status == KVP_OK)
+        status = kvp_map_aligned(out);
+    if (status)
+        kvp_mapping_close(out);
+    return status;
+}
+
 int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh)
 {
     struct stat info;

@@ -190,3 +190,15 @@ uint32_t kvp_line_bytes(void)
 }
 
 #endif
+
+void kvp_lines_write_back(const void *p, uint64_t bytes)
+{
+    nc_write_back(p, bytes);
+    nc_write_fence(); /* the lines are in memory before the caller's next store: what a publication waits for */
+}
+
+void kvp_lines_invalidate(const void *p, uint64_t bytes)
+{
+    nc_invalidate(p, bytes);
+    nc_read_fence(); /* the lines are gone before the caller's next load: what a refresh waits for */
+}

@@ -5,7 +5,8 @@
 
 enum { COMMITTED = 1, SEQUENCE_SHIFT = 8 };
 
-void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3])
+void kvp_log_append_to(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3],
+                       struct kvp_lines *lines)
 {
     struct kvp_record *record = &ring[sequence & (records - 1)];
     uint64_t header = sequence << SEQUENCE_SHIFT | (uint64_t)kind << 1;
@@ -16,7 +17,15 @@ void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence
     for (int i = 0; i < 3; i++)
         nc_store(&record->word[i], word[i]);
     nc_store(&record->header, header | COMMITTED);
-    nc_write_back(record, sizeof *record);
+    kvp_lines_note(lines, record);
+}
+
+void kvp_log_append(struct kvp_record *ring, uint64_t records, uint64_t sequence, unsigned kind, const uint64_t word[3])
+{
+    struct kvp_lines lines = {NULL};
+
+    kvp_log_append_to(ring, records, sequence, kind, word, &lines);
+    kvp_lines_end(&lines);
 }
 
 void kvp_log_refresh(const struct kvp_record *ring, uint64_t records, uint64_t sequence, uint64_t n)

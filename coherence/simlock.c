@@ -88,7 +88,7 @@ int kvp_sim_lock(struct sim_lock *lock)
 static struct {
     co_u64 base, end, sim;
 } table[TABLE];
-static co_u64 changes;
+static co_u64 changes, top; /* entries from top on were never used */
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread struct {
     uint64_t base, bytes, changes;
@@ -120,6 +120,8 @@ int kvp_sim_enlist(struct kvp_sim *sim)
         if (!co_load(&table[i].end))
             found = i;
     if (found >= 0) {
+        if ((uint64_t)found >= co_load(&top))
+            co_store(&top, (uint64_t)found + 1);
         co_store(&table[found].base, sim->base);
         co_store(&table[found].sim, (uint64_t)(uintptr_t)sim);
         co_store(&table[found].end, sim->base + sim->bytes);
@@ -141,9 +143,9 @@ void kvp_sim_strike(struct kvp_sim *sim)
 
 static struct kvp_sim *search(uint64_t at)
 {
-    uint64_t seen = co_load(&changes);
+    uint64_t seen = co_load(&changes), used = co_load(&top);
 
-    for (int i = 0; i < TABLE; i++) {
+    for (uint64_t i = 0; i < used; i++) {
         uint64_t end = co_load(&table[i].end), base = co_load(&table[i].base);
         if (at < end && at >= base) {
             last.base = base, last.bytes = end - base, last.changes = seen;

@@ -45,6 +45,7 @@ const char *kvp_strerror(int status)
     case KVP_E_FORKED: return "the pool handle belongs to the parent process";
     case KVP_E_HOST: return "not usable as this host";
     case KVP_E_FENCED: return "this host was declared lost";
+    case KVP_E_UNQUALIFIED: return "the device is not qualified for mode noncoherent";
     case KVP_E_NOSLOT: return "no free worker slot";
     case KVP_E_FULL: return "the pool is full";
     case KVP_E_RANGE: return "no such block";

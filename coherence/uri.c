@@ -55,7 +55,7 @@ static int parse_option(char *option, struct kvp_uri *out, uint64_t *uid)
     if (strcmp(option, "uid") == 0)
         return parse_number(text, 10, UINT32_MAX, uid);
     if (strcmp(option, "seed") == 0)
-        return out->has_seed = parse_number(text, 10, UINT64_MAX, &out->seed);
+        return out->has_seed = parse_number(text, 10, INT64_MAX, &out->seed);
     if (strcmp(option, "events") == 0)
         return out->has_events = parse_number(text, 10, EVENTS_MAX, &out->events);
     out->interleave = strcmp(option, "interleave") == 0;

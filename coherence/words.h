@@ -136,4 +136,13 @@ void kvp_fence_rmw(void);
 #endif
 #endif /* not KVP_EXPLORE */
 
+/* Orders stores to and loads from host memory; says nothing about lines of the pool. */
+#ifndef co_full_fence
+#if KVP_MODE == KVP_SIM
+#define co_full_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+#else
+#define co_full_fence() nc_full_fence()
+#endif
+#endif
+
 #endif

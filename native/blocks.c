@@ -1,27 +1,42 @@
 /* blocks.c -- the verbs on keys: match, touch, publish, remove. */
 #include "native/handle.h"
 
+#include <sched.h>
 #include <string.h>
+#include <time.h>
 
-enum { BATCH = 64 };
+enum { BATCH = 64, HELD_YIELDS = KVP_MODE == KVP_EXPLORE ? 2 : 200, HELD_MS = KVP_MODE == KVP_EXPLORE ? 0 : 100 };
 
-void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key)
+static void log_event_to(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key,
+                         struct kvp_lines *lines)
 {
     uint64_t word[3] = {ref, key->low, key->high};
 
-    kvp_log_append(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records, ++pool->log_sequence,
-                   kind, word);
+    kvp_log_append_to(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records,
+                      ++pool->log_sequence, kind, word, lines);
+}
+
+void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const struct kvp_key *key)
+{
+    struct kvp_lines lines = {NULL};
+
+    log_event_to(pool, kind, ref, key, &lines);
+    kvp_lines_end(&lines);
 }
 
 /* ---- finding ---- */
 
 int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
 {
+    uint64_t learned = KVP_MANY_HOSTS ? co_load(&pool->arena.head->learned) : 0;
     uint32_t found = kvp_directory_find(pool, c, keys, n, prefix, refs);
 
     /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
-    if (KVP_MANY_HOSTS && found < n && kvp_replay(pool))
-        found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+    if (KVP_MANY_HOSTS && found < n) {
+        kvp_replay(pool, KVP_PATIENCE);
+        if (co_load(&pool->arena.head->learned) != learned) /* by us, or by another worker since we searched */
+            found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+    }
     kvp_count(pool, KVP_COUNT_LOOKUPS, n);
     kvp_count(pool, KVP_COUNT_HITS, found);
     return found;
@@ -105,13 +120,14 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 
 /* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back, because an earlier block
  * stands under its key or because the directory has no room there. */
-static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref)
+static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref,
+                 struct kvp_lines *lines)
 {
     int status = kvp_future_ref(&pool->arena, c, number, ref);
 
     if (status)
         return status;
-    kvp_set_tag(&pool->arena, c, number, key->low, key->high);
+    kvp_set_tag_to(&pool->arena, c, number, key->low, key->high, lines);
     KVP_CRASH_POINT("publish.tagged");
     int entered = kvp_directory_insert(pool, key, *ref);
     KVP_CRASH_POINT("publish.entered");
@@ -127,31 +143,37 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
                        const struct kvp_order *order)
 {
     struct kvp_class *class = &pool->arena.class[c];
+    struct kvp_lines lines = {NULL};
     int64_t published = 0;
 
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
-        int status = enter(pool, c, numbers[i], &key, &refs[i]);
+        int status = enter(pool, c, numbers[i], &key, &refs[i], &lines);
         if (status)
             return status;
     }
+    kvp_lines_end(&lines);
     nc_write_fence(); /* payloads and labels are in memory before any word says LIVE: readers and adopters trust it */
     for (uint32_t i = n; i-- > 0;) { /* the last first: who sees the first key sees all of them */
         if (!refs[i])
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
-        kvp_make_live(&pool->arena, c, numbers[i]);
-        kvp_know(pool, refs[i]);
+        kvp_make_live_to(&pool->arena, c, numbers[i], &lines);
         published++;
     }
+    kvp_lines_end(&lines);
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
-    for (uint32_t i = n; i-- > 0;) { /* the last first again: another host that follows the log learns the first key last */
+    for (uint32_t i = 0; i < n; i++) {
         if (!refs[i])
             continue;
         struct kvp_key key = kvp_key_at(keys, i);
-        kvp_log_event(pool, KVP_EVENT_PUBLISHED, refs[i], &key);
+        log_event_to(pool, KVP_EVENT_PUBLISHED, refs[i], &key, &lines);
         kvp_candidate_add(pool, c, numbers[i]);
     }
+    kvp_lines_end(&lines);
+    for (uint32_t i = n; i-- > 0;) /* after the records: what we die before we know is found, and told, by our recovery */
+        if (refs[i])
+            kvp_know(pool, refs[i]);
     kvp_count(pool, KVP_COUNT_PUBLISHED, (uint64_t)published);
     return published;
 }
@@ -239,28 +261,53 @@ static int remove_one(kvp_pool *pool, uint32_t c, uint64_t ref, const struct kvp
 {
     if (kvp_is_ours(&pool->arena, c, kvp_block_number((uint32_t)ref)))
         return kvp_remove_ours(pool, c, ref);
-    kvp_unknow(pool, ref);
-    kvp_log_event(pool, KVP_EVENT_ASKED, ref, key);
-    return 1;
+    return kvp_ask_to_remove(pool, ref, key);
+}
+
+/* Remove every block of a key: hosts that published it at the same moment have one each. 1 removed, 0 not there. An evictor
+ * holds a block for microseconds, and may then let it stand: that is waited for, but not for ever, since it may be stopped. */
+static int remove_key(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+{
+    struct timespec pause = {0, 1000000};
+    uint64_t ref;
+    int removed = 0;
+
+    for (int held = 0, gone = 0; gone <= KVP_HOSTS_MAX;) {
+        int one = 0;
+        if (kvp_directory_find(pool, c, key, 1, 0, &ref)) {
+            kvp_lock(pool);
+            one = pool->closed ? 0 : remove_one(pool, c, ref, key);
+            kvp_unlock(pool);
+        }
+        removed |= one, gone += one;
+        if (one)
+            continue;
+        if (!kvp_directory_held(pool, c, key))
+            break;
+        if (held++ == HELD_YIELDS + HELD_MS)
+            return kvp_fail(KVP_E_BUSY, "a worker has stopped while it was evicting a block of the key: try again");
+        if (held <= HELD_YIELDS)
+            sched_yield();
+        else
+            nanosleep(&pause, NULL);
+    }
+    return removed;
 }
 
 int64_t kvp_remove(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)
 {
     int64_t removed = 0;
-    int status = kvp_enter_class(pool, c);
+    int status = kvp_enter_class(pool, c), one = 0;
 
     if (status)
         return status;
-    kvp_replay(pool); /* what others have published until now goes as well */
+    kvp_replay(pool, KVP_PATIENCE); /* what others have published until now goes as well */
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
-        uint64_t ref;
-        if (!kvp_directory_find(pool, c, &key, 1, 0, &ref))
-            continue;
-        kvp_lock(pool);
-        removed += pool->closed ? 0 : remove_one(pool, c, ref, &key);
-        kvp_unlock(pool);
+        one = remove_key(pool, c, &key);
+        removed += one > 0;
+        status = one < 0 ? one : status;
     }
     kvp_count(pool, KVP_COUNT_REMOVED, (uint64_t)removed);
-    return removed;
+    return status ? status : removed;
 }

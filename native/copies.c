@@ -105,7 +105,7 @@ int64_t kvp_put(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const 
 
     if (status || (status = check_bytes(pool, c, bytes)))
         return status;
-    kvp_replay(pool); /* what others have stored meanwhile is not stored again */
+    kvp_replay(pool, KVP_PATIENCE); /* what others have stored meanwhile is not stored again */
     struct kvp_order order = kvp_order_of_call(pool, n);
     for (uint32_t at = 0; at < n && status >= 0; at += BATCH) {
         uint32_t count = n - at < BATCH ? n - at : BATCH;

@@ -89,6 +89,27 @@ static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key
     return 0;
 }
 
+uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+{
+    uint64_t homes = homes_of(pool, key);
+
+    for (uint64_t i = 0; i < homes; i++) {
+        const struct kvp_entry *entry = home(pool, key, i);
+        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+            uint64_t ref = co_load(&entry[j].value) & KVP_REF_MASK;
+            uint32_t number = kvp_block_number((uint32_t)ref);
+            if (ref == 0 || co_load(&entry[j].tag) != key->high || kvp_block_class((uint32_t)ref) != c ||
+                !block_exists(pool, ref) || !kvp_is_ours(&pool->arena, c, number))
+                continue;
+            uint64_t word = nc_load(&pool->arena.class[c].words[number]);
+            if (kvp_word_state(word) == KVP_EVICTING && kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref &&
+                tag_is(pool, (uint32_t)ref, key))
+                return ref;
+        }
+    }
+    return 0;
+}
+
 /* The entry that the group's homes offer, unverified; NULL if they have none. */
 static const struct kvp_entry *guess(const kvp_pool *pool, const struct kvp_key *key)
 {
@@ -309,7 +330,7 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
         return result;
     KVP_CRASH_POINT("insert.claimed");
     co_store(&mine->tag, key->high);
-    nc_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
+    co_full_fence(); /* Dekker among writers of one key: visible before we look for rivals */
     int won = contend(pool, kvp_block_class((uint32_t)ref), mine, key);
     KVP_CRASH_POINT("insert.contended");
     uint64_t seen = pending;
@@ -328,10 +349,8 @@ int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
             uint64_t none = 0;
             if (is_far(pool, key, at))
                 announce_spill(pool, key, at);
-            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
+            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62)) {
                 co_store(&empty->tag, key->high);
-                /* Killed before this: a PENDING entry that no search finds, until the block is forgotten. */
-                co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
                 return 1;
             }
             unspill(pool, key, at);
@@ -370,7 +389,7 @@ void kvp_directory_forget(kvp_pool *pool, uint32_t block)
     kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
-static int is_named(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
+int kvp_directory_names(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
     uint64_t homes = homes_of(pool, key);
 
@@ -390,8 +409,11 @@ void kvp_directory_settle(kvp_pool *pool, uint32_t block)
     struct kvp_key key = {co_load(&tag->low), co_load(&tag->high)};
     uint64_t generation = kvp_word_generation(nc_load(&class->words[kvp_block_number(block)]));
 
-    if (is_named(pool, &key, kvp_ref(block, generation)))
+    /* With many hosts a removal begins with what is known; else a scan that died was about to name it: the next one does. */
+    if (KVP_MANY_HOSTS ? !kvp_is_unknown(pool, kvp_ref(block, generation))
+                       : kvp_directory_names(pool, &key, kvp_ref(block, generation)))
         return;
+    kvp_directory_forget(pool, block);
     kvp_set_tag(&pool->arena, kvp_block_class(block), kvp_block_number(block), 0, 0);
 }
 
@@ -408,7 +430,7 @@ static int is_findable(const kvp_pool *pool, uint32_t c, uint32_t number, int *u
     if (!kvp_is_ours(&pool->arena, c, number))
         return *unlinked = 0, 1;
     *unlinked = kvp_word_state(word) == KVP_LIVE && key.low == 0 && key.high == 0;
-    return kvp_word_state(word) != KVP_LIVE || *unlinked || is_named(pool, &key, ref) ||
+    return kvp_word_state(word) != KVP_LIVE || *unlinked || kvp_directory_names(pool, &key, ref) ||
            !tag_is(pool, (uint32_t)ref, &key) || nc_load(&class->words[number]) != word;
 }
 
@@ -431,6 +453,8 @@ static int may_be_named(const kvp_pool *pool, uint64_t ref, uint64_t word)
 
     if (state == KVP_LIVE)
         return kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref;
+    if (KVP_MANY_HOSTS && !kvp_is_ours(arena, kvp_block_class((uint32_t)ref), kvp_block_number((uint32_t)ref)))
+        return kvp_ref((uint32_t)ref, kvp_word_generation(word)) == ref; /* ended: a hint that nobody believes any more */
     /* Not yet published, or evicted and not yet forgotten. */
     return (state == KVP_OWN || state == KVP_EVICTING) && kvp_word_who(word) < arena->layout.workers &&
            !kvp_worker_dead(&arena->slots[kvp_word_who(word)]);
@@ -453,7 +477,7 @@ static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *e
     uint64_t word = kvp_known_word(&pool->arena, c, kvp_block_number((uint32_t)ref));
     if (!may_be_named(pool, ref, word) && entry_state(value) != KVP_ENTRY_ABORTED)
         problem = "an entry names a block that is not published";
-    else if (kvp_word_state(word) == KVP_LIVE && entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry->tag) != key.high)
+    else if (kvp_word_state(word) == KVP_LIVE && co_load(&entry->tag) != key.high)
         problem = "the entry of a block has another key";
     else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
         problem = "the key of a block finds another one";
@@ -470,7 +494,8 @@ static void check_entry(const kvp_pool *pool, const struct kvp_entry *entry, str
     uint32_t block = (uint32_t)value;
     check->entries += value != 0;
     if (problem)
-        kvp_check_fail(check, block, "class %u, block %u: %s", kvp_block_class(block), kvp_block_number(block), problem);
+        kvp_check_fail(check, block, "class %u, block %u: %s (%#llx)", kvp_block_class(block), kvp_block_number(block), problem,
+                       (unsigned long long)value);
 }
 
 void kvp_directory_check(kvp_pool *pool, struct kvp_check *check)

@@ -25,9 +25,12 @@ struct kvp_superblock {
     uint8_t pad0[1024 - 88 - sizeof(struct kvp_layout)];
     nc_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
     uint8_t pad1[56];
+    nc_u64 qualified[KVP_QUALIFICATION_WORDS]; /* struct kvp_qualification, word by word; written by one host at a time */
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
+_Static_assert(offsetof(struct kvp_superblock, qualified) % KVP_LINE == 0, "and so is the digest of the qualification");
+_Static_assert(sizeof(struct kvp_qualification) == 8 * KVP_QUALIFICATION_WORDS, "the digest is on-media");
 _Static_assert(sizeof(struct kvp_superblock) <= KVP_PAGE, "one page");
 
 /* ---- directory ---------------------------------------------------------------------------------------
@@ -133,7 +136,9 @@ struct kvp_pool {
     uint32_t holders;          /* the handle itself and each hold: the last one unmaps */
     uint32_t copies;           /* calls between reserve and publish, outside the lock */
     int joined;
+    int seated;                /* under the lock: the slot is ours */
     int closed;
+    int unqualified;           /* the caller takes a device that was not qualified */
     int borrows;               /* the mapping belongs to another handle: kvp_pool_share */
 };
 
@@ -151,6 +156,7 @@ static inline uint64_t kvp_order_stamp(const kvp_pool *pool, const struct kvp_or
 int kvp_enter(kvp_pool *pool);
 int kvp_enter_class(kvp_pool *pool, uint32_t class);
 void kvp_lock(kvp_pool *pool);
+int kvp_trylock(kvp_pool *pool); /* 1 if it is ours */
 void kvp_unlock(kvp_pool *pool);
 static inline void kvp_count(kvp_pool *pool, enum kvp_counter counter, uint64_t n)
 {
@@ -188,6 +194,8 @@ int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layo
 void kvp_host_joined(kvp_pool *pool);
 /* Each tick: beat, watch, replay, take and give segments, tell owners of uses. */
 void kvp_host_tick(kvp_pool *pool);
+/* After a dead worker of this host was recovered: what it owed to the others. */
+void kvp_host_recovered(kvp_pool *pool, uint32_t dead);
 /* Before the worker gives its slot back: if it is the last, everything of this host is written back. */
 void kvp_host_part(kvp_pool *pool);
 /* Ask the other hosts for a segment: we had to refuse a reservation. */
@@ -195,15 +203,32 @@ void kvp_host_want(kvp_pool *pool, uint64_t segments);
 
 /* ---- replay.c: the directory of this host follows the logs of the others ---- */
 
-/* Apply what the others have logged since the last time; 0 also if another worker is doing it. Takes the lock at times. */
-uint32_t kvp_replay(kvp_pool *pool);
-/* Compare what is known with all words and labels: a host that starts, or was lapped, or has adopted. */
+/* The turn to change what is known of other hosts' blocks, and to make segments ours: 1 if we have it. Another's turn is
+ * awaited for so many rounds of the scheduler. */
+int kvp_turn_take(kvp_pool *pool, int patience);
+/* Wait longer for it: BUSY if nobody has ended it by then. Not while the lock is held, which its holder may want. */
+int kvp_turn_await(kvp_pool *pool, int timeout_ms);
+void kvp_turn_end(kvp_pool *pool);
+/* Under the turn, without the lock: apply what the others have logged since the last time; scan if that is due. */
+uint32_t kvp_follow_logs(kvp_pool *pool);
+/* The same with a turn of its own. Another's is awaited, since it began before this call and may not see what this one must;
+ * then 0. Takes the lock at times. */
+uint32_t kvp_replay(kvp_pool *pool, int patience);
+/* Of calls that answer a question; a turn takes microseconds, but a stopped worker's does not end. */
+#define KVP_PATIENCE (KVP_MODE == KVP_EXPLORE ? 0 : 200)
+/* Under the turn, without the lock, or when the host starts: compare what is known with all words and labels. */
 void kvp_replica_scan(kvp_pool *pool);
 /* This host has published a block (after it is LIVE), or ended a publication (before its names go). */
 void kvp_know(kvp_pool *pool, uint64_t ref);
 void kvp_unknow(kvp_pool *pool, uint64_t ref);
+/* Is a publication of ours known to have ended? */
+int kvp_is_unknown(kvp_pool *pool, uint64_t ref);
 /* A reference that was found did not stand: forget it, unless its block is only held for a moment. */
 void kvp_doubt(kvp_pool *pool, uint64_t ref);
+/* Remove another host's block: nobody finds it here any more, and its owner is asked; again at each tick until it is gone.
+ * Both under the lock. */
+int kvp_ask_to_remove(kvp_pool *pool, uint64_t ref, const struct kvp_key *key);
+void kvp_settle_asked(kvp_pool *pool);
 /* Is a reference believed to be readable? No pool line is read where there are many hosts. */
 static inline int kvp_ref_known(const struct kvp_arena *arena, uint64_t ref)
 {
@@ -232,11 +257,15 @@ static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
 }
 /* References of the n keys that stand, 0 else; stops at the first miss if `prefix`. Returns how many stand. */
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* A block of ours under this key that somebody holds for eviction at this moment; 0 if there is none. */
+uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t class, const struct kvp_key *key);
 /* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */
 int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
 /* Name a block of another host, whatever else stands under the key: 1, or 0 if there is no room. */
 int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
-/* Finish a removal that died between the entries and the tag: take the tag away if no entry names the block. */
+/* Does an entry name this publication? */
+int kvp_directory_names(const kvp_pool *pool, const struct kvp_key *key, uint64_t ref);
+/* Finish a removal that died half way: its names go. */
 void kvp_directory_settle(kvp_pool *pool, uint32_t block);
 /* Remove every entry that names this block under its tag, and the tag. The caller owns or holds the block. */
 void kvp_directory_forget(kvp_pool *pool, uint32_t block);
@@ -252,5 +281,10 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 void kvp_superblock_seal(struct kvp_superblock *super);
 /* Is this an image we can use? Each reason is its own status. */
 int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
+
+/* ---- qualify.c ---- */
+
+/* May this mapping be used in this mode? UNQUALIFIED: a device, in mode noncoherent, that nobody has tested. */
+int kvp_qualification_demand(const kvp_pool *pool);
 
 #endif

@@ -4,6 +4,8 @@
 #include <string.h>
 #include <time.h>
 
+enum { TURN_MS = 2000 };
+
 /* ---- start ---- */
 
 /* Where the logs of the others stand: fixed before the words are scanned. */
@@ -30,6 +32,7 @@ static int start(kvp_pool *pool)
         return status;
     co_store(&arena->head->incarnation, arena->roster.incarnation);
     co_store(&arena->head->clock, 1);
+    co_store(&arena->head->unannounced, 1);
     kvp_arena_start(arena);
     fix_positions(pool);
     kvp_replica_scan(pool);
@@ -62,6 +65,7 @@ static int look_at(kvp_pool *pool, uint8_t *host_base, const struct kvp_layout *
 
     pool->directory = (struct kvp_entry *)(void *)(host_base + layout->directory_offset);
     pool->homes = layout->directory_homes;
+    kvp_sim_hot(&pool->mapping, layout->payload_offset); /* lines of metadata are few: events are to hit them all the same */
     pool->spilled = (co_u64 *)(void *)(pool->directory + pool->homes * KVP_HOME_ENTRIES);
     return status;
 }
@@ -88,8 +92,6 @@ static int map_host(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_lay
 
 int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layout *layout)
 {
-    if (pool->host >= layout->hosts)
-        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, layout->hosts);
     if (!KVP_MANY_HOSTS)
         return look_at(pool, pool->mapping.base + layout->host_offset, layout);
     int status = map_host(pool, uuid, layout);
@@ -113,6 +115,9 @@ void kvp_host_joined(kvp_pool *pool)
     nc_store(&host->left, 0);
     nc_write_back(host, KVP_LINE);
     kvp_host_beat(&pool->arena.roster);
+    if (co_load(&pool->arena.head->unannounced))
+        kvp_log_event(pool, KVP_EVENT_STARTED, pool->host, &(struct kvp_key){0, 0});
+    co_store(&pool->arena.head->unannounced, 0);
 }
 
 void kvp_host_part(kvp_pool *pool)
@@ -237,22 +242,66 @@ static uint32_t finish_adoptions(kvp_pool *pool)
     return adopted;
 }
 
-/* With the lock: what changes segments or writes our log. */
-static void tick_locked(kvp_pool *pool)
+/* With the turn and the lock: segments become ours. */
+static void gain_segments(kvp_pool *pool)
 {
     struct kvp_arena *arena = &pool->arena;
 
-    tell_uses(pool);
-    kvp_owners_refresh(arena);
+    kvp_finish_moving(arena);
     uint32_t taken = kvp_owners_tick(arena), adopted = finish_adoptions(pool);
     if (taken)
         kvp_host_want(pool, 0);
     if (adopted)
-        kvp_replica_scan(pool);
+        co_store32(&arena->head->stale, 1);
     if (taken || adopted)
-        pool->foreign = UINT32_MAX;
+        co_add(&arena->head->clock, 1); /* all workers of the host look for candidates afresh: blocks have become ours */
     kvp_count(pool, KVP_COUNT_MOVED, taken + adopted);
+}
+
+/* With the lock: what changes segments or writes our log. */
+static void tick_locked(kvp_pool *pool, int have_turn)
+{
+    tell_uses(pool);
+    kvp_settle_asked(pool);
+    kvp_owners_refresh(&pool->arena);
+    if (have_turn)
+        gain_segments(pool);
     answer_wants(pool);
+}
+
+/* Follow the others, then all that a tick does. Returns how many records were applied. Without `patient` it leaves out what
+ * needs a lock that is taken. */
+static uint32_t follow(kvp_pool *pool, int patient)
+{
+    int have_turn = kvp_turn_take(pool, patient ? KVP_PATIENCE : 0);
+    uint32_t applied = have_turn ? kvp_follow_logs(pool) : 0;
+
+    if (patient)
+        kvp_lock(pool);
+    if (patient || kvp_trylock(pool)) {
+        if (pool->joined && !pool->closed)
+            tick_locked(pool, have_turn);
+        kvp_unlock(pool);
+    }
+    if (have_turn && co_load32(&pool->arena.head->stale))
+        applied += kvp_follow_logs(pool);
+    if (have_turn)
+        kvp_turn_end(pool);
+    return applied;
+}
+
+void kvp_host_recovered(kvp_pool *pool, uint32_t dead)
+{
+    const struct kvp_layout *layout = &pool->arena.layout;
+    uint32_t replayer = dead + 1;
+
+    if (!KVP_MANY_HOSTS)
+        return;
+    /* Its last record was perhaps not written back: who reads this log would wait for it for ever. */
+    nc_write_back(kvp_ring(&pool->arena, pool->host, dead), layout->log_records * sizeof(struct kvp_record));
+    co_store32(&pool->arena.head->stale, 1); /* what it had published and not yet made known, or was about to compare */
+    co_store(&pool->arena.head->asked, 1);
+    co_cas32(&pool->arena.head->replayer, &replayer, 0); /* it is gone to its last thread, and its turn is over */
 }
 
 void kvp_host_tick(kvp_pool *pool)
@@ -268,12 +317,7 @@ void kvp_host_tick(kvp_pool *pool)
         co_store(&arena->head->fenced, 1);
     if (co_load(&arena->head->fenced) || kvp_life(pool) != pool->life)
         return;
-    kvp_replay(pool);
-    if (pthread_mutex_trylock(&pool->lock))
-        return;
-    if (pool->joined && !pool->closed)
-        tick_locked(pool);
-    kvp_unlock(pool);
+    follow(pool, 0);
 }
 
 /* ---- what a program asks for ---- */
@@ -296,12 +340,7 @@ int64_t kvp_pool_follow(kvp_pool *pool)
     if (status || !KVP_MANY_HOSTS)
         return status;
     kvp_host_watch(&pool->arena.roster);
-    int64_t applied = kvp_replay(pool);
-    kvp_lock(pool);
-    if (!pool->closed)
-        tick_locked(pool);
-    kvp_unlock(pool);
-    return applied;
+    return follow(pool, 1);
 }
 
 int64_t kvp_pool_give(kvp_pool *pool, uint32_t host, uint32_t n)
@@ -354,17 +393,18 @@ int64_t kvp_pool_fence(kvp_pool *pool, uint32_t host, uint64_t incarnation)
 {
     int64_t status = enter_for(pool, host);
 
-    if (status || (status = check_fence(pool, host, incarnation)))
+    if (status || (status = check_fence(pool, host, incarnation)) || (status = kvp_turn_await(pool, TURN_MS)))
         return status;
     kvp_lock(pool);
     if (incarnation)
         kvp_host_adopt(&pool->arena.roster, host, incarnation);
     KVP_CRASH_POINT("adopt.named");
     status = pool->closed ? 0 : kvp_owners_adopt(&pool->arena, host);
-    kvp_replica_scan(pool);
-    pool->foreign = UINT32_MAX;
+    co_add(&pool->arena.head->clock, 1); /* as in gain_segments */
     kvp_count(pool, KVP_COUNT_MOVED, (uint64_t)status);
     kvp_unlock(pool);
+    kvp_replica_scan(pool);
+    kvp_turn_end(pool);
     return status;
 }
 

@@ -113,6 +113,7 @@ enum kvp_event_kind {
     KVP_EVENT_REMOVED,
     KVP_EVENT_RECOVERED,       /* a dead worker */
     KVP_EVENT_ASKED,           /* another host asks the owner to remove it */
+    KVP_EVENT_STARTED,         /* a host: records of its former life may have been lost */
     KVP_EVENT_USED,            /* ref and both halves of the key are up to three blocks that another host has used */
 };
 
@@ -132,6 +133,15 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
  * may wait for one lease to learn whether the identity is free. NOTFOUND, PERMISSION, TRUNCATED, NOTREADY, FOREIGN, OLDER,
  * NEWER, LAYOUT, MODE, CORRUPT, REPLACED, NOSLOT, HOST. */
 int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out);
+/* As kvp_pool_open; flags of enum kvp_open_flag. In mode noncoherent a device (dax:, file:) that nobody has qualified is
+ * UNQUALIFIED, unless the caller takes it as it is or the environment says KVPOOL_UNQUALIFIED=1. The other kinds are
+ * memory of one machine, which its caches keep coherent: they need no qualification. Nor does the maker's own handle. */
+enum kvp_open_flag { KVP_OPEN_UNQUALIFIED = 1 };
+int kvp_pool_open_with(const char *uri, uint32_t host, uint32_t flags, kvp_pool **out);
+/* Which host to be in order to look at a pool from here: the first that has a live worker on this machine, else the first
+ * whose memory is here, else 0. So that looking neither wakes a lost host nor claims another machine's number. As
+ * kvp_pool_mode. */
+int kvp_pool_here(const char *uri);
 /* The mode that a pool was made for: 0 coherent, 1 noncoherent, 2 sim; any build reads it. As kvp_pool_open. */
 int kvp_pool_mode(const char *uri);
 /* Give back all that this worker holds and leave; idempotent. The mapping stays readable. */
@@ -174,6 +184,81 @@ int64_t kvp_pool_revoke(kvp_pool *pool);
 /* Follow the other hosts now instead of at the next tick: logs, beats, segments offered to us. Returns how many records
  * were applied. */
 int64_t kvp_pool_follow(kvp_pool *pool);
+
+/* What the simulated cache of our host has done for this process so far. INVALID in another mode than sim. */
+int kvp_pool_line_counts(kvp_pool *pool, struct kvp_sim_counts *out);
+/* Mode sim: a host is reset. All its processes are dead; of what its cache holds dirty, each line reaches the device or is
+ * lost, as the seed has it; its memory is gone. Returns how many lines were lost. INVALID, NOTFOUND, BUSY (a process of it
+ * lives). */
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host);
+
+/* ---- qualification: does the device keep what the protocols rest on? ----
+ * Two hosts run litmus tests on the pool's own memory. Each side reserves two blocks of at least 4 KiB, is told the numbers
+ * of the other's two (by whatever way), and calls the same functions in the same order with the same numbers. Each writes
+ * its own blocks and reads the other's: the rule of one writer host per line holds, and the pool may be in use. */
+enum kvp_litmus {
+    KVP_LITMUS_STORE,          /* a message: payload by ordinary stores and write-backs, fence, flag */
+    KVP_LITMUS_STREAM,         /* the same by non-temporal stores */
+    KVP_LITMUS_PIN,            /* store buffering as pin and evict need it: both announce, then look; never may both miss */
+    KVP_LITMUS_COPY,           /* payload after flag: a copy under a word that has not changed, while it is overwritten */
+    KVP_LITMUS_RECORD,         /* records of a log are whole, while they are overwritten */
+    KVP_LITMUS_STALE,          /* a line that is cached is current once it is invalidated; and before that? */
+    KVP_LITMUSES
+};
+/* For tests of the tests: leave out these instructions where they matter. What follows must be noticed. */
+enum kvp_defect { KVP_DEFECT_WRITE_BACK = 1, KVP_DEFECT_INVALIDATE = 2 };
+
+struct kvp_litmus_side {
+    uint32_t side;             /* 0 or 1 */
+    uint32_t class_;
+    uint32_t mine[2];          /* block numbers; ours are reserved by this worker */
+    uint32_t theirs[2];
+    uint32_t defects;          /* of enum kvp_defect */
+    uint32_t patience_ms;      /* how long to wait for the other side */
+    uint64_t nonce, their_nonce; /* not 0; new for each meeting */
+    uint64_t step, sequence, random; /* private; 0 at first */
+};
+
+/* Of both sides together. */
+struct kvp_litmus_counts {
+    uint64_t rounds;
+    uint64_t failures;
+    uint64_t noted;            /* PIN: rounds in which one side missed the other; COPY, RECORD: what was read whole;
+                                * STALE: reads before the invalidate that showed the old value (on coherent memory 0) */
+    int is_silent;             /* 1: the other side did not answer in time; the test counts as failed */
+};
+
+/* Zero our area. The other side learns the numbers of our blocks only afterwards. RANGE, NOTOWNED, INVALID. */
+int kvp_litmus_begin(kvp_pool *pool, struct kvp_litmus_side *side);
+/* Wait for the other side: 1 if it is there and means us, 0 if not within wait_ms. */
+int kvp_litmus_meet(kvp_pool *pool, struct kvp_litmus_side *side, uint32_t wait_ms);
+/* So many rounds of one test, once both have met. INVALID. */
+int kvp_litmus_run(kvp_pool *pool, struct kvp_litmus_side *side, enum kvp_litmus test, uint32_t rounds,
+                   struct kvp_litmus_counts *out);
+
+/* The digest of a qualification that every test has passed; in the superblock, on lines of its own. */
+struct kvp_qualification {
+    uint64_t version;          /* 1; 0: none */
+    uint64_t when_ns;          /* CLOCK_REALTIME */
+    uint64_t hosts;            /* that took part, a bit each */
+    uint64_t rounds;           /* of each test and pair of hosts */
+    uint64_t tests;            /* of enum kvp_litmus, a bit each */
+    uint64_t stale;            /* stale reads seen in KVP_LITMUS_STALE */
+    uint32_t mode, kind;       /* of the pool; filled in */
+    uint32_t line_bytes;       /* filled in */
+    uint32_t reserved;         /* zero */
+    char cpu[64];              /* of the host that wrote it: vendor, model */
+    char instructions[32];     /* kvp_line_instructions(); filled in */
+    char device[32];           /* filled in: the URI, cut off */
+    char features[56];         /* of the CPU */
+    uint64_t checksum;         /* filled in */
+};
+enum kvp_qualification_limit { KVP_QUALIFICATION = 1, KVP_QUALIFICATION_WORDS = 32 };
+
+/* Record a qualification, or with NULL withdraw it. One host at a time. INVALID (no host, no test). */
+int kvp_pool_qualify(kvp_pool *pool, const struct kvp_qualification *digest);
+/* What is recorded: 1, or 0 if nothing that is whole. */
+int kvp_pool_qualification(kvp_pool *pool, struct kvp_qualification *out);
 
 /* ---- keys ---- */
 
@@ -219,7 +304,8 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
- * pin has gone. Returns how many were present. */
+ * pin has gone. Returns how many were present. BUSY: a worker that is stopped holds one of the blocks for eviction, and may
+ * yet let it stand; the others are removed. */
 int64_t kvp_remove(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
 /* Evict up to n blocks in policy order and free them. Returns how many. */
 int64_t kvp_shrink(kvp_pool *pool, uint32_t class_, uint32_t n);

@@ -73,6 +73,11 @@ int kvp_pool_worker(kvp_pool *pool, uint32_t worker, struct kvp_worker_info *out
     return KVP_OK;
 }
 
+int kvp_pool_line_counts(kvp_pool *pool, struct kvp_sim_counts *out)
+{
+    return kvp_sim_counts_read(&pool->mapping, out);
+}
+
 const char *kvp_pool_uri(const kvp_pool *pool)
 {
     return pool->mapping.uri;

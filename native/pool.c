@@ -17,9 +17,12 @@ int kvp_enter(kvp_pool *pool)
         return kvp_fail(KVP_E_CLOSED, "the pool was closed in this process: open it again");
     if (KVP_MODE == KVP_SIM)
         kvp_sim_events(&pool->mapping);
-    if (KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced))
+    /* Not only before it publishes: what a lost host pins nobody spares, and what it evicts is another's. */
+    if (KVP_MANY_HOSTS && (co_load(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
+        co_store(&pool->arena.head->fenced, 1);
         return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
                         "again", pool->host);
+    }
     if (kvp_life(pool) != pool->life)
         return kvp_fail(KVP_E_REPLACED, "%s was removed or made anew: close this handle and open the pool again",
                         pool->mapping.uri);
@@ -33,13 +36,43 @@ int kvp_enter_class(kvp_pool *pool, uint32_t class)
     return kvp_enter(pool);
 }
 
+static co_u64 *busy_of(kvp_pool *pool)
+{
+    return &pool->arena.slots[pool->arena.self].busy;
+}
+
+/* Every change of a block's word lies in here, or in a recovery. */
+static void begin(kvp_pool *pool)
+{
+    if (!KVP_MANY_HOSTS || !pool->seated)
+        return;
+    co_store(busy_of(pool), co_load(busy_of(pool)) | 1);
+    co_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look whose a segment is */
+}
+
 void kvp_lock(kvp_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
+    begin(pool);
+}
+
+int kvp_trylock(kvp_pool *pool)
+{
+    if (pthread_mutex_trylock(&pool->lock))
+        return 0;
+    begin(pool);
+    return 1;
+}
+
+static void end(kvp_pool *pool)
+{
+    if (KVP_MANY_HOSTS && pool->seated && co_load(busy_of(pool)) & 1)
+        co_store(busy_of(pool), co_load(busy_of(pool)) + 1);
 }
 
 void kvp_unlock(kvp_pool *pool)
 {
+    end(pool);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -78,10 +111,12 @@ static void on_death(void *context, uint32_t dead)
      * is still there after the time-out has called exec(), which took its mappings away, or hangs in the kernel,
      * from where a killed thread does not come back. */
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
+    co_u64 *busy = &pool->arena.slots[dead].busy;
+    co_store(busy, co_load(busy) | 1);
+    co_full_fence(); /* Dekker with kvp_owner_offer, as in begin() */
     uint64_t freed = kvp_recover(&pool->arena, dead);
-    uint32_t replayer = dead + 1;
-    co_cas32(&pool->arena.head->replayer, &replayer, 0);
-    kvp_replica_scan(pool); /* what the dead had published and not yet made known */
+    co_store(busy, co_load(busy) + 1);
+    kvp_host_recovered(pool, dead);
     if (pool->keeper.self == KVP_NO_WORKER)
         return; /* we are joining: the slot is to be ours */
     uint64_t end = monotonic_ns();
@@ -91,6 +126,7 @@ static void on_death(void *context, uint32_t dead)
     kvp_count(pool, KVP_COUNT_RECOVERY_NS, end - start);
     kvp_log_event(pool, KVP_EVENT_RECOVERED, dead, &(struct kvp_key){0, 0});
     kvp_unlock(pool);
+    kvp_replay(pool, KVP_PATIENCE); /* with the scan that the dead made due */
 }
 
 /* Has the image stayed what it was when we opened it? On a device another pool may have taken its place. */
@@ -107,9 +143,9 @@ static void on_tick(void *context)
     kvp_pool *pool = context;
     int idle = 1;
 
-    if (pool->joined)
+    if (KVP_MANY_HOSTS && __atomic_load_n(&pool->joined, __ATOMIC_ACQUIRE))
         kvp_host_tick(pool);
-    if (!is_current(pool) || pthread_mutex_trylock(&pool->lock))
+    if (!is_current(pool) || !kvp_trylock(pool))
         return;
     for (uint32_t c = 0; c < pool->arena.layout.classes; c++) {
         idle &= !pool->arena.class[c].magazine.used;
@@ -148,7 +184,8 @@ static int join(kvp_pool *pool)
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
     kvp_host_joined(pool);
-    pool->joined = 1;
+    pool->seated = 1;
+    __atomic_store_n(&pool->joined, 1, __ATOMIC_RELEASE); /* the keeper may tick */
     kvp_unlock(pool);
     return KVP_OK;
 }
@@ -293,9 +330,11 @@ int kvp_pool_commit(kvp_pool *pool)
     if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
         return status;
     pool->life = nc_load(&pool->super->life);
-    if ((status = attach(pool, pool->super->uuid, &layout)) || (status = join(pool)))
-        return status;
-    return kvp_mapping_commit(&pool->mapping);
+    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK && (status = join(pool)) == KVP_OK)
+        status = kvp_mapping_commit(&pool->mapping);
+    if (status && KVP_MANY_HOSTS)
+        kvp_host_memory_remove(pool->super->uuid, pool->host); /* of a pool that nobody will ever find */
+    return status;
 }
 
 int kvp_pool_create(const char *uri, const struct kvp_request *request, const char *policy, kvp_pool **out)
@@ -323,9 +362,12 @@ static int open_mapped(kvp_pool *pool)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
     if (seen.policy >= kvp_policy_count())
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
+    if (pool->host >= seen.layout.hosts)
+        return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, seen.layout.hosts);
     pool->policy = &kvp_policies[seen.policy];
     pool->life = life;
-    if ((status = see_as_host(pool)) == KVP_OK && (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
+    if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
+        (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;
@@ -334,12 +376,18 @@ static int open_mapped(kvp_pool *pool)
 
 int kvp_pool_open(const char *uri, uint32_t host, kvp_pool **out)
 {
+    return kvp_pool_open_with(uri, host, 0, out);
+}
+
+int kvp_pool_open_with(const char *uri, uint32_t host, uint32_t flags, kvp_pool **out)
+{
     kvp_pool *pool = new_pool();
 
     *out = NULL;
     if (!pool)
         return KVP_E_NOSPACE;
     pool->host = host;
+    pool->unqualified = flags & KVP_OPEN_UNQUALIFIED;
     int status = kvp_mapping_open(uri, &pool->mapping);
     if (status == KVP_OK) {
         pool->super = (struct kvp_superblock *)(void *)pool->mapping.base;
@@ -362,6 +410,7 @@ int kvp_pool_share(kvp_pool *from, kvp_pool **out)
     pool->mapping = from->mapping;
     pool->super = from->super;
     pool->host = from->host;
+    pool->unqualified = 1; /* whoever has the other handle was asked */
     pool->borrows = 1;
     int status = open_mapped(pool);
     if (status)
@@ -393,6 +442,8 @@ int kvp_pool_leave(kvp_pool *pool)
         kvp_recover(&pool->arena, pool->arena.self); /* what is still reserved or pinned, as if we had died */
         kvp_host_part(pool);
     }
+    end(pool);
+    pool->seated = 0; /* the slot is another's soon */
     kvp_unlock(pool);
     kvp_keeper_stop(&pool->keeper);
     return KVP_OK;

@@ -66,7 +66,7 @@ int kvp_pool_remove(const char *uri, int force)
     struct kvp_superblock *seen = calloc(1, sizeof *seen);
     int status = seen ? kvp_mapping_open(uri, &mapping) : kvp_fail(KVP_E_NOSPACE, "no memory for a superblock");
 
-    if (status == KVP_E_TRUNCATED && force) { /* too short to say what it is: perhaps a file of somebody's own */
+    if ((status == KVP_E_TRUNCATED || status == KVP_E_FOREIGN) && force) { /* perhaps a file of somebody's own */
         free(seen);
         return kvp_mapping_unlink(uri);
     }
@@ -88,6 +88,57 @@ int kvp_pool_remove(const char *uri, int force)
     return status || kind == KVP_MAP_DAX ? status : kvp_mapping_unlink(uri);
 }
 
+int64_t kvp_pool_lose_host(const char *uri, uint32_t host)
+{
+    struct kvp_mapping mapping;
+    uint8_t uuid[16];
+    int64_t lost = kvp_sim_lose_host(uri, host);
+    int status = lost < 0 ? (int)lost : kvp_mapping_open(uri, &mapping);
+
+    if (status)
+        return status;
+    __builtin_memcpy(uuid, ((const struct kvp_superblock *)(const void *)mapping.base)->uuid, sizeof uuid);
+    kvp_mapping_close(&mapping);
+    status = kvp_host_memory_remove(uuid, host);
+    return status && status != KVP_E_NOTFOUND ? status : lost;
+}
+
+/* The first host of a whole image that has a live worker here, or else memory; 0. */
+static int find_here(const struct kvp_superblock *seen)
+{
+    int started = 0;
+
+    for (uint32_t h = seen->layout.hosts; h-- > 0;) {
+        struct kvp_mapping memory;
+        if (kvp_host_memory_look(seen->uuid, h, seen->layout.host_bytes, &memory))
+            continue;
+        const uint8_t *slots = memory.base + seen->layout.slots_offset;
+        int alive = count_alive((const struct kvp_slot *)(const void *)slots, seen->layout.workers) > 0;
+        kvp_mapping_close(&memory);
+        if (alive || started <= 0)
+            started = alive ? (int)h + 1 : -(int)h - 1;
+    }
+    return started ? abs(started) - 1 : 0;
+}
+
+int kvp_pool_here(const char *uri)
+{
+    struct kvp_mapping mapping;
+    struct kvp_superblock *seen = calloc(1, sizeof *seen);
+    int status = seen ? kvp_mapping_open(uri, &mapping) : kvp_fail(KVP_E_NOSPACE, "no memory for a superblock");
+
+    if (status == KVP_OK) {
+        if (mapping.bytes >= KVP_PAGE) /* verified and used from one private copy, as in kvp_pool_remove */
+            __builtin_memcpy(seen, mapping.base, offsetof(struct kvp_superblock, life));
+        status = kvp_superblock_verify(seen, mapping.bytes);
+        kvp_mapping_close(&mapping);
+    }
+    if (status == KVP_OK && KVP_MANY_HOSTS)
+        status = find_here(seen);
+    free(seen);
+    return status;
+}
+
 int kvp_pool_mode(const char *uri)
 {
     struct kvp_mapping mapping;
@@ -97,7 +148,7 @@ int kvp_pool_mode(const char *uri)
         return status;
     const struct kvp_superblock *super = (const struct kvp_superblock *)(const void *)mapping.base;
     status = mapping.bytes < KVP_PAGE ? kvp_superblock_verify(super, mapping.bytes)
-           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_COHERENT /* whoever opens it says what it is */
+           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_MODE /* whoever opens it says what it is */
                                                                 : (int)super->mode;
     kvp_mapping_close(&mapping);
     return status;

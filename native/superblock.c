@@ -55,7 +55,6 @@ const char *kvp_mode_name(uint32_t mode)
 
 void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation)
 {
-    nc_will_store(super, sizeof *super);
     nc_store(&super->version, 0); /* not whole, whatever was here before */
     nc_write_back(super, sizeof *super);
     nc_write_fence();
@@ -70,10 +69,13 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
     super->layout = *layout;
     super->checksum = checksum(super);
     nc_store(&super->life, incarnation << 1);
+    for (int i = 0; i < KVP_QUALIFICATION_WORDS; i++)
+        nc_store(&super->qualified[i], 0); /* who used the device before has qualified nothing of ours */
 }
 
 void kvp_superblock_seal(struct kvp_superblock *super)
 {
+    nc_will_store(super, sizeof *super); /* has been written, by plain stores */
     nc_write_back(super, sizeof *super);
     nc_write_fence(); /* everything else is there before the version is */
     nc_store(&super->version, KVP_FORMAT);

@@ -9,6 +9,7 @@ if __name__ != "kvpool":
 
 from kvpool.bindings import errors
 from kvpool.bindings.errors import *  # noqa: F403 - the list of errors stands there, once
+from kvpool.fencing import Fence, LostHost, Tender
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, Keys
 from kvpool.namespace import Namespace
@@ -22,12 +23,15 @@ __all__ = [
     "CheckReport",
     "Event",
     "EventStream",
+    "Fence",
     "Hit",
     "Identity",
     "Keys",
+    "LostHost",
     "Namespace",
     "Pool",
     "Reservation",
+    "Tender",
     "__version__",
     "create",
     "open",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.bindings import check, ffi, lib
+from kvpool.bindings import ffi, lib
 from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, WrongThread
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
     A `__del__` in Python could swallow a KeyboardInterrupt that arrives while it runs; this cannot, and it knows what
     is held at whatever moment an exception comes.
     """
-    raw = lib.kvp_hold_new(pool.handle, block_class, capacity)
+    core = pool.core
+    raw = core.lib.kvp_hold_new(pool.handle, block_class, capacity)
     if not raw:
         raise MemoryError(f"no memory for a list of {capacity} blocks")
-    return ffi.gc(raw, lib.kvp_hold_end)
+    return core.ffi.gc(raw, core.lib.kvp_hold_end)
 
 
 class Hit:
@@ -74,7 +75,7 @@ class Hit:
 
     def release(self) -> None:
         """Undo the pins. Idempotent."""
-        lib.kvp_hold_clear(self.held)
+        self._pool.core.lib.kvp_hold_clear(self.held)
 
     def __enter__(self) -> Hit:
         return self
@@ -152,7 +153,8 @@ class Reservation:
         except (TypeError, ValueError, BufferError) as error:
             raise InvalidArgument(f"block data must be a contiguous buffer: {error}") from error
         number = int(self._numbers()[index])
-        check(lib.kvp_fill(self._pool.handle, self.block_class, number, source, len(source)))
+        core = self._pool.core
+        core.check(core.lib.kvp_fill(self._pool.handle, self.block_class, number, source, len(source)))
 
     def _end(self) -> None:
         for view in self._views:
@@ -172,8 +174,9 @@ class Reservation:
         refs = np.zeros(count, np.uint64)
         for view in self._views:
             view.flags.writeable = False
-        published = check(
-            lib.kvp_publish(
+        core = self._pool.core
+        published = core.check(
+            core.lib.kvp_publish(
                 self._pool.handle,
                 self.block_class,
                 self.held.numbers,
@@ -193,7 +196,7 @@ class Reservation:
 
     def _withdraw(self) -> None:
         self._end()
-        lib.kvp_hold_clear(self.held)
+        self._pool.core.lib.kvp_hold_clear(self.held)
 
     def __enter__(self) -> Reservation:
         return self

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvpool.bindings import check, ffi, lib
+from kvpool.bindings import ffi
 from kvpool.bindings.errors import InvalidArgument, PoolFull
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, KeyMaker, Keys, KeysLike, key_buffer
@@ -53,6 +53,7 @@ class Namespace:
         self.tenant = tenant
         self.block_class = block_class
         self._maker = KeyMaker(identity, tenant)
+        self._core = pool.core
 
     def keys(self, token_ids: Any, *, after: Keys | None = None) -> Keys:
         """One 16-byte key per full block of tokens, each covering all tokens before it.
@@ -69,7 +70,11 @@ class Namespace:
         """
         pointer, count = key_buffer(keys)
         hit = Hit(self.pool, self.block_class, count)
-        return hit.hold(check(lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.held.refs)))
+        return hit.hold(
+            self._core.check(
+                self._core.lib.kvp_match(self.pool.handle, self.block_class, pointer, count, hit.held.refs)
+            )
+        )
 
     def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
@@ -83,7 +88,7 @@ class Namespace:
             timeout = 0  # no wait will help
 
         def attempt() -> Reservation:
-            check(lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))
+            self._core.check(self._core.lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))
             return new.hold()
 
         return patiently(attempt, timeout)
@@ -98,7 +103,10 @@ class Namespace:
         pointer, count = key_buffer(keys)
         sources, array, length = _pointers(buffers, count, writable=False)
         stored = patiently(
-            lambda: check(lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)), timeout
+            lambda: self._core.check(
+                self._core.lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)
+            ),
+            timeout,
         )
         del sources
         return stored
@@ -112,7 +120,11 @@ class Namespace:
         pointer, count = key_buffer(keys)
         targets, array, length = _pointers(buffers, count, writable=True)
         got = np.zeros(count, np.uint8)
-        check(lib.kvp_read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)))
+        self._core.check(
+            self._core.lib.kvp_read(
+                self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)
+            )
+        )
         del targets
         return got.astype(np.bool_)
 
@@ -125,8 +137,8 @@ class Namespace:
         """The reference of each key's block, 0 where there is none. Pins nothing; `Pool.pin` validates."""
         pointer, count = key_buffer(keys)
         refs = np.zeros(count, np.uint64)
-        check(
-            lib.kvp_lookup(
+        self._core.check(
+            self._core.lib.kvp_lookup(
                 self.pool.handle, self.block_class, pointer, count, ffi.cast("uint64_t *", ffi.from_buffer(refs))
             )
         )
@@ -135,15 +147,16 @@ class Namespace:
     def touch(self, keys: KeysLike) -> int:
         """Tell the eviction policy that these keys were used, in this order. Returns how many are present."""
         pointer, count = key_buffer(keys)
-        return check(lib.kvp_touch(self.pool.handle, self.block_class, pointer, count))
+        return self._core.check(self._core.lib.kvp_touch(self.pool.handle, self.block_class, pointer, count))
 
     def remove(self, keys: KeysLike) -> int:
         """Remove keys: nobody finds them any more; memory is reused at once, or when the last pin goes.
 
-        Returns how many were present.
+        Returns how many were present. Raises `Busy` if a worker that is stopped (a debugger, SIGSTOP) was about to
+        evict one of the blocks and may yet let it stand; the other keys are removed, and it can be tried again.
         """
         pointer, count = key_buffer(keys)
-        return check(lib.kvp_remove(self.pool.handle, self.block_class, pointer, count))
+        return self._core.check(self._core.lib.kvp_remove(self.pool.handle, self.block_class, pointer, count))
 
     def __repr__(self) -> str:
         return f"<Namespace {self.identity.model} tenant={self.tenant!r} class={self.block_class}>"

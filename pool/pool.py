@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool import reports
-from kvpool.bindings import check, ffi, lib
-from kvpool.bindings.errors import InvalidArgument, OutOfRange
+from kvpool.bindings import MODES, Core, core, ffi, lib, loaded
+from kvpool.bindings.errors import InvalidArgument, OutOfRange, Truncated, Unqualified
 from kvpool.bindings.views import class_array, class_torch, mapping_array
+from kvpool.fencing import Answers, Fence
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
@@ -39,20 +40,23 @@ class Pool:
     the child's copy raises `Forked`. Closing gives back pins and reservations; views stay readable, unprotected.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, core: Core, handle: Any) -> None:
+        self.core = core
+        """The C core of the pool's mode. For `kvpool.bindings`; not part of the API."""
         self.handle = handle
         """The C handle (cdata). For `kvpool.bindings`; not part of the API."""
-        self.uri: str = ffi.string(lib.kvp_pool_uri(handle)).decode()
+        self.uri: str = core.ffi.string(core.lib.kvp_pool_uri(handle)).decode()
         """What another process opens."""
-        self._info = reports.pool_info(handle)
-        self._memory = mapping_array(handle, self._info["bytes"])
+        self._info = reports.pool_info(core, handle)
+        self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        self._answers = Answers()
 
     # ---- life ----
 
     def close(self) -> None:
         """Leave the pool: pins, reservations and the worker slot are given back. Idempotent. The pool itself stays."""
-        check(lib.kvp_pool_leave(self.handle))
+        self.core.check(self.core.lib.kvp_pool_leave(self.handle))
 
     def __enter__(self) -> Pool:
         return self
@@ -145,14 +149,78 @@ class Pool:
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
         hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        return hit.hold(check(lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted)))))
+        return hit.hold(
+            self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
+        )
 
     def evict(self, count: int, block_class: int = 0) -> int:
         """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""
         self._class(block_class)
         if count < 0:
             raise InvalidArgument(f"cannot evict {count} blocks")
-        return check(lib.kvp_shrink(self.handle, block_class, min(count, 0xFFFFFFFF)))
+        return self.core.check(self.core.lib.kvp_shrink(self.handle, block_class, min(count, 0xFFFFFFFF)))
+
+    # ---- hosts ----
+
+    @property
+    def host(self) -> int:
+        """Number of the host that this process runs on; 0 where a pool has one."""
+        return int(self._info["host"])
+
+    def hosts(self) -> list[dict[str, Any]]:
+        """Every host as this one sees it: `state` (free, present, lapsed, fenced, left), `incarnation`, `silent_ms`,
+        `segments` owned, `wanted`.
+
+        Silence is measured on this host's monotonic clock; a lease lapses after `info["lease_ms"]` of it.
+        """
+        return reports.pool_hosts(self.core, self.handle, self._info["hosts"])
+
+    def follow(self) -> int:
+        """Take notice of the other hosts now instead of at the next tick (100 ms): their logs, beats and offers.
+
+        Returns how many records were applied. Lookups do this themselves when they miss.
+        """
+        return self.core.check(self.core.lib.kvp_pool_follow(self.handle))
+
+    def give(self, host: int, segments: int = 1) -> int:
+        """Offer up to `segments` of this host's segments to another: free ones, else the idlest, emptied.
+
+        The other takes them at its next tick. Returns how many were offered: fewer where pins or reservations keep
+        segments from being emptied. Raises `OutOfRange`.
+        """
+        return self.core.check(self.core.lib.kvp_pool_give(self.handle, host, segments))
+
+    def revoke(self) -> int:
+        """Take back offers that nobody has taken. Returns how many segments are ours again."""
+        return self.core.check(self.core.lib.kvp_pool_revoke(self.handle))
+
+    def fence(self, host: int, incarnation: int) -> int:
+        """The site's power or fabric control has *confirmed* that this incarnation of a host was reset, and names us.
+
+        Its segments become this host's, with all that was published in them; its pins end. Never call it on a guess: a
+        host that is alive would go on writing. Idempotent. Returns how many segments were adopted. Raises `OutOfRange`,
+        `Busy` while the host's beat changes, `InvalidArgument` for another incarnation than the one that is there.
+        """
+        return self.core.check(self.core.lib.kvp_pool_fence(self.handle, host, incarnation))
+
+    def tend(self, fence: Fence) -> int:
+        """One step of looking after lost hosts: ask the site about each that has lapsed, adopt where it names us.
+
+        `fence` is asked once for each incarnation, again only while it answers None or fails, or if the adopter that it
+        named was lost in turn. Returns how many segments this host adopted. See `kvpool.fencing` for what the hook
+        must keep; `Tender` calls this regularly. Raises what `fence` raises, but not that a host has come back.
+        """
+        self.follow()
+        return self._answers.tend(self, fence)
+
+    def line_counts(self) -> dict[str, int]:
+        """Mode sim: what this process has done with cache lines of its host: loads, lines written back, and so on.
+
+        Raises `InvalidArgument` in other modes.
+        """
+        raw = self.core.ffi.new("struct kvp_sim_counts *")
+        self.core.check(self.core.lib.kvp_pool_line_counts(self.handle, raw))
+        return {name: int(getattr(raw, name)) for name, _ in self.core.ffi.typeof("struct kvp_sim_counts").fields}
 
     # ---- observation ----
 
@@ -161,8 +229,8 @@ class Pool:
 
         Walks the words of all blocks (a million in about a millisecond); takes no lock.
         """
-        stats = reports.pool_stats(self.handle, self.uri)
-        stats["huge_bytes"] = huge_bytes(int(ffi.cast("uintptr_t", lib.kvp_pool_base(self.handle))))
+        stats = reports.pool_stats(self.core, self.handle, self.uri)
+        stats["huge_bytes"] = huge_bytes(int(self.core.ffi.cast("uintptr_t", self.core.lib.kvp_pool_base(self.handle))))
         return stats
 
     def events(self) -> reports.EventStream:
@@ -171,7 +239,7 @@ class Pool:
 
     def check(self) -> reports.CheckReport:
         """Walk every structure and name the first broken invariant. Safe while others use the pool."""
-        return reports.pool_check(self.handle)
+        return reports.pool_check(self.core, self.handle)
 
 
 def huge_bytes(base: int) -> int:
@@ -188,7 +256,12 @@ def huge_bytes(base: int) -> int:
 
 
 # Leave, but do not unmap: daemon threads may still be reading views while the interpreter ends.
-atexit.register(lib.kvp_leave_all)
+def _leave_all() -> None:
+    for each in loaded():
+        each.lib.kvp_leave_all()
+
+
+atexit.register(_leave_all)
 
 
 def _strides(block: int | str | Sequence[int | str]) -> list[int]:
@@ -205,13 +278,28 @@ def _strides(block: int | str | Sequence[int | str]) -> list[int]:
     return strides
 
 
-def _populate(handle: Any, threads: int, progress: Progress | None) -> None:
+def _populate(core: Core, handle: Any, threads: int, progress: Progress | None) -> None:
     """Back all memory in steps, each with so many threads of the C core; between steps it can be interrupted."""
-    total = lib.kvp_pool_mapped(handle)
+    total = core.lib.kvp_pool_mapped(handle)
     for offset in range(0, total, _POPULATE_STEP):
-        check(lib.kvp_pool_populate(handle, offset, _POPULATE_STEP, threads))
+        core.check(core.lib.kvp_pool_populate(handle, offset, _POPULATE_STEP, threads))
         if progress:
             progress(min(offset + _POPULATE_STEP, total), total)
+
+
+def _demand_numbers(**numbers: tuple[int, int]) -> None:
+    """Each is a value and the least that it may be."""
+    for what, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 0xFFFF:
+            raise InvalidArgument(f"{what}={value!r} is not a number from {least} on")
+
+
+def _demand_no_device(uri: str) -> None:
+    if str(uri).startswith(("dax:", "file:")) and os.environ.get("KVPOOL_UNQUALIFIED") != "1":
+        raise Unqualified(
+            f"{uri}: a new pool on a device is not tested yet: make it with unqualified=True (as 'kvpool create' does) "
+            "and run 'kvpool qualify' on it"
+        )
 
 
 def create(
@@ -222,24 +310,41 @@ def create(
     blocks: int | None = None,
     policy: str = "leaf",
     workers: int = 64,
+    mode: str | None = None,
+    hosts: int = 1,
+    host: int = 0,
+    lease: float = 3.0,
+    quota: int = 0,
+    unqualified: bool = False,
     replace: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Pool:
     """Make a pool and open it. All memory is backed before this returns.
 
-    `uri`: shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660, ?node=N, ?interleave=0,1.
+    `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660,
+    ?node=N, ?interleave=0,1.
     `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
     KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
-    chain first), lru, fifo, lfu. `workers`: handles that may be open at once, 1 to 64. `replace`: remove a pool of this
-    name that no live worker uses. `threads` back the memory
-    (default: one per processor, at most 8); `progress(done, total)` bytes is called after every step of it.
+    chain first), lru, fifo, lfu. `workers`: handles that may be open at once on each host, 1 to 64.
+
+    `mode`: "coherent" (default: one machine, or hardware that keeps hosts coherent), "noncoherent" (hosts over memory
+    that nothing keeps coherent), "sim" (default for sim:). With the latter two `hosts`, 1 to 64, share the pool, each
+    with an equal part of its memory; `host` is this one. A host that is silent for `lease` seconds has lapsed. `quota`:
+    segments that a host may own at most (0: no limit). On a device (dax:, file:) mode noncoherent needs
+    `unqualified=True` (or KVPOOL_UNQUALIFIED=1): nobody can have tested a pool that is only being made.
+
+    `replace`: remove a pool of this name that no live worker uses. `threads` back the memory (default: one per
+    processor, at most 8); `progress(done, total)` bytes is called after every step of it.
 
     Raises `InvalidArgument`, `Exists`, `Busy` (replace, but in use), `NoSpace` (with the missing byte count),
-    `PermissionDenied`, `SystemFailure`. On any exception, KeyboardInterrupt included, nothing is left behind.
+    `PermissionDenied`, `SystemFailure`, `Unqualified`. On any exception, KeyboardInterrupt included, nothing is
+    left behind.
     """
-    request = ffi.new("struct kvp_request *")
     strides = _strides(block)
+    chosen = core(mode or ("sim" if str(uri).startswith("sim:") else "coherent"))
+    if chosen.mode == "noncoherent" and not unqualified:
+        _demand_no_device(uri)
     if (size is None) == (blocks is None):
         raise InvalidArgument("give either size (of the whole pool) or blocks (an exact number)")
     if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 < blocks < 1 << 40):
@@ -248,29 +353,47 @@ def create(
         raise InvalidArgument(f"a pool has 1 to 64 workers, not {workers!r}")
     if policy not in POLICIES:
         raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
+    _demand_numbers(hosts=(hosts, 1), host=(host, 0), quota=(quota, 0))
+    request = chosen.ffi.new("struct kvp_request *")
+    request.hosts, request.host, request.quota = hosts, host, quota
+    request.lease_ms = round(lease * 1000)
     request.bytes = 0 if size is None else parse_size(size)
-    request.blocks = blocks or 0
-    request.workers = workers
-    request.classes = len(strides)
+    request.blocks, request.workers, request.classes = blocks or 0, workers, len(strides)
     request.stride = strides + [0] * (8 - len(strides))
     if replace:
         _remove_if_there(uri)
-    out = ffi.new("kvp_pool **")
+    out = chosen.ffi.new("kvp_pool **")
     try:
-        check(lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
-        _populate(out[0], threads or min(8, os.cpu_count() or 1), progress)
-        check(lib.kvp_pool_commit(out[0]))
-        return _adopt(out)
+        chosen.check(chosen.lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
+        _populate(chosen, out[0], threads or min(8, os.cpu_count() or 1), progress)
+        chosen.check(chosen.lib.kvp_pool_commit(out[0]))
+        return _adopt(chosen, out)
     except BaseException:
-        lib.kvp_pool_free(out[0])
+        chosen.lib.kvp_pool_free(out[0])
         raise
 
 
-def _adopt(out: Any) -> Pool:
+def _adopt(core: Core, out: Any) -> Pool:
     """From here on the garbage collector owns the C handle."""
-    handle = ffi.gc(out[0], lib.kvp_pool_free)
-    out[0] = ffi.NULL
-    return Pool(handle)
+    handle = core.ffi.gc(out[0], core.lib.kvp_pool_free)
+    out[0] = core.ffi.NULL
+    return Pool(core, handle)
+
+
+def core_of(uri: str) -> Core:
+    """The core that a pool was made for. Raises what `open` raises for a URI that leads nowhere."""
+    if str(uri).startswith("sim:"):
+        return core("sim")
+    reader = core("coherent")
+    return core(MODES[reader.check(reader.lib.kvp_pool_mode(_text(uri)))])
+
+
+def host_here(uri: str) -> int:
+    """Which host to be in order to look at a pool from this machine: one that has a live worker here, else one whose
+    memory is here, else 0. So that looking neither wakes a lost host nor claims another machine's number.
+    """
+    chosen = core_of(uri)
+    return chosen.check(chosen.lib.kvp_pool_here(_text(uri)))
 
 
 def _text(uri: str) -> bytes:
@@ -293,25 +416,48 @@ def _remove_if_there(uri: str) -> None:
             raise
 
 
-def open(uri: str) -> Pool:
+def open(uri: str, *, host: int | None = None, mode: str | None = None, unqualified: bool = False) -> Pool:
     """Open a pool that exists, as a new worker.
 
+    `host`: which host of the pool this machine is (default: the environment variable KVPOOL_HOST, else 0). `mode`
+    insists on one; by default it is what the pool was made for. The first process of a host starts it, and may wait for
+    one lease to learn whether the identity is free.
+
+    In mode noncoherent a device (dax:, file:) must have been qualified (`kvpool qualify`), unless `unqualified`
+    takes it as it is, or KVPOOL_UNQUALIFIED=1. shm: and memfd: are memory of one machine and need no qualification.
+
     Raises `NotFound`, `PermissionDenied`, `NoSlot`; for the image `NotReady`, `Foreign`, `VersionMismatch`,
-    `LayoutMismatch`, `Corrupt`, `Truncated`, `Replaced`; `InvalidArgument` for the URI.
+    `LayoutMismatch`, `WrongMode`, `Corrupt`, `Truncated`, `Replaced`; `WrongHost` for an identity that does not exist
+    or is another machine's; `Unqualified`; `InvalidArgument` for the URI.
     """
-    out = ffi.new("kvp_pool **")
+    number = os.environ.get("KVPOOL_HOST", "0") if host is None else host
     try:
-        check(lib.kvp_pool_open(_text(uri), out))
-        return _adopt(out)
+        number = int(number)
+    except ValueError as error:
+        raise InvalidArgument(f"KVPOOL_HOST={number!r} is not the number of a host") from error
+    chosen = core(mode) if mode else core_of(uri)
+    if number and chosen.mode == "coherent" and host is None:
+        number = 0
+    out = chosen.ffi.new("kvp_pool **")
+    try:
+        which = number if 0 <= number <= 0xFFFF else 0xFFFFFFFF
+        flags = chosen.lib.KVP_OPEN_UNQUALIFIED if unqualified else 0
+        chosen.check(chosen.lib.kvp_pool_open_with(_text(uri), which, flags, out))
+        return _adopt(chosen, out)
     except BaseException:
-        lib.kvp_pool_free(out[0])
+        chosen.lib.kvp_pool_free(out[0])
         raise
 
 
 def remove(uri: str, *, force: bool = False) -> None:
     """Remove a pool for good: its name goes, and handles that are open raise `Replaced` from then on.
 
-    Raises `Busy` while live workers use it, unless `force`; `NotFound`; `Foreign` for a file that is no pool, unless
-    `force`; `InvalidArgument` for memfd: and hugetlb:, which go with their last user.
+    Raises `Busy` while live workers (with many hosts: hosts whose beat changes) use it, unless `force`; `NotFound`;
+    `Foreign` for a file that is no pool, unless `force`; `InvalidArgument` for memfd: and hugetlb:, which go with their
+    last user.
     """
-    check(lib.kvp_pool_remove(_text(uri), force))
+    try:
+        chosen = core_of(uri)
+    except Truncated:
+        chosen = core("coherent")
+    chosen.check(chosen.lib.kvp_pool_remove(_text(uri), force))

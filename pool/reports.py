@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpool.bindings import check, ffi, lib
+from kvpool.bindings import Core, lib
 
 if TYPE_CHECKING:
     from kvpool.pool import Pool
@@ -30,12 +30,17 @@ COUNTERS = (
     "spared",
     "segments_moved",
     "recovery_ns",
+    "replayed",
+    "rescans",
+    "doubted",
+    "segments_handed_over",
 )
 STATES = ("absent", "free", "cached", "reserved", "live", "evicting")
-KINDS = ("published", "evicted", "removed", "recovered")
+KINDS = ("published", "evicted", "removed", "recovered", "remove_asked", "started", "used")
 WORKER_STATES = ("free", "alive", "dead")
 assert len(COUNTERS) == lib.KVP_COUNTS
 assert len(STATES) == lib.KVP_STATES
+assert len(KINDS) == lib.KVP_EVENT_USED + 1
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,11 @@ class CheckReport:
         return self.clean
 
 
-def pool_check(handle: Any) -> CheckReport:
+def pool_check(core: Core, handle: Any) -> CheckReport:
     """Walk the pool. Safe while others use it: what live workers are in the middle of is not reported."""
-    raw = ffi.new("struct kvp_check *")
-    check(lib.kvp_pool_check(handle, raw))
-    problems = [ffi.string(raw.first).decode(errors="replace")] if raw.problems else []
+    raw = core.ffi.new("struct kvp_check *")
+    core.check(core.lib.kvp_pool_check(handle, raw))
+    problems = [core.ffi.string(raw.first).decode(errors="replace")] if raw.problems else []
     if raw.problems > 1:
         problems.append(f"and {raw.problems - 1} more")
     return CheckReport(
@@ -83,13 +88,14 @@ class Event(NamedTuple):
     """What happened to a key, or which worker was recovered."""
 
     kind: str
-    """"published", "evicted", "removed" or "recovered"."""
+    """"published", "evicted", "removed", "recovered"; with many hosts also "remove_asked" (of another host's block),
+    "started" (a host) and "used" (a sample of the uses of other hosts' blocks)."""
     worker: int
-    """Slot of the worker that did it."""
+    """Slot of the worker that did it; with many hosts host x workers + slot."""
     sequence: int
     """Counts the worker's events from 1; order between workers is not recorded."""
     key: bytes
-    """16 bytes; zeros for "recovered"."""
+    """16 bytes; zeros for "recovered" and "started"."""
     ref: int
     """Reference of the publication; for "recovered" the slot of the dead worker."""
 
@@ -108,24 +114,27 @@ class EventStream:
     def poll(self, most: int = 4096) -> list[Event]:
         """Events since the last poll, per worker in order; at most about `most` per worker."""
         events: list[Event] = []
-        raw = ffi.new("struct kvp_event[]", most)
-        position, lost = ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        for worker in range(self.pool.info["workers"]):
+        core = self.pool.core
+        raw = core.ffi.new("struct kvp_event[]", most)
+        position, lost = core.ffi.new("uint64_t *"), core.ffi.new("uint64_t *")
+        for worker in range(self.pool.info["workers"] * self.pool.info["hosts"]):
             position[0], lost[0] = self.positions.get(worker, 0), 0
-            count = check(lib.kvp_events(self.pool.handle, worker, position, raw, most, lost))
+            count = core.check(core.lib.kvp_events(self.pool.handle, worker, position, raw, most, lost))
             self.positions[worker] = position[0]
             self.lost += lost[0]
             events += [
-                Event(KINDS[raw[i].kind & 3], worker, raw[i].sequence, bytes(ffi.buffer(raw[i].key)), raw[i].ref)
+                Event(KINDS[raw[i].kind], worker, raw[i].sequence, bytes(core.ffi.buffer(raw[i].key)), raw[i].ref)
                 for i in range(count)
+                if raw[i].kind < len(KINDS)
             ]
         return events
 
 
-def pool_info(handle: Any) -> dict[str, Any]:
+def pool_info(core: Core, handle: Any) -> dict[str, Any]:
     """What does not change during the life of a pool, and the segments each class holds."""
+    ffi = core.ffi
     raw = ffi.new("struct kvp_info *")
-    check(lib.kvp_pool_info(handle, raw))
+    core.check(core.lib.kvp_pool_info(handle, raw))
     info = {
         name: getattr(raw, name)
         for name in (
@@ -141,6 +150,11 @@ def pool_info(handle: Any) -> dict[str, Any]:
             "log_records",
             "workers",
             "self",
+            "hosts",
+            "host",
+            "owned",
+            "lease_ms",
+            "quota",
         )
     }
     info["uuid"] = bytes(raw.uuid).hex()
@@ -150,6 +164,53 @@ def pool_info(handle: Any) -> dict[str, Any]:
         {"block_bytes": raw.stride[i], "blocks": raw.blocks[i], "segments": raw.held[i]} for i in range(raw.classes)
     ]
     return info
+
+
+LITMUSES = ("store", "stream", "pin", "copy", "record", "stale")
+assert len(LITMUSES) == lib.KVP_LITMUSES
+
+
+def pool_qualification(core: Core, handle: Any) -> dict[str, Any] | None:
+    """What a qualification has recorded: when, where, by which hosts, which tests passed; None if nothing is."""
+    raw = core.ffi.new("struct kvp_qualification *")
+    if not core.check(core.lib.kvp_pool_qualification(handle, raw)):
+        return None
+    texts = {
+        name: core.ffi.string(getattr(raw, name)).decode(errors="replace")
+        for name in ("cpu", "instructions", "device", "features")
+    }
+    return {
+        "when_ns": raw.when_ns,
+        "hosts": [host for host in range(64) if raw.hosts >> host & 1],
+        "tests": [name for i, name in enumerate(LITMUSES) if raw.tests >> i & 1],
+        "rounds": raw.rounds,
+        "stale": raw.stale,
+        "line_bytes": raw.line_bytes,
+        **texts,
+    }
+
+
+HOST_STATES = ("free", "present", "lapsed", "fenced", "left")
+
+
+def pool_hosts(core: Core, handle: Any, count: int) -> list[dict[str, Any]]:
+    """Every host of the pool as this one sees it: state, incarnation, silence, segments owned and asked for."""
+    hosts = []
+    raw = core.ffi.new("struct kvp_host_info *")
+    for number in range(count):
+        core.check(core.lib.kvp_pool_host(handle, number, raw))
+        hosts.append(
+            {
+                "host": number,
+                "state": HOST_STATES[raw.state],
+                "incarnation": raw.incarnation,
+                "fenced": raw.fenced,
+                "silent_ms": raw.silent_ms,
+                "segments": raw.segments,
+                "wanted": raw.wanted,
+            }
+        )
+    return hosts
 
 
 def process_name(pid: int) -> str | None:
@@ -162,12 +223,12 @@ def process_name(pid: int) -> str | None:
         return None
 
 
-def pool_workers(handle: Any, slots: int) -> list[dict[str, Any]]:
+def pool_workers(core: Core, handle: Any, slots: int) -> list[dict[str, Any]]:
     """Every slot that was ever used: state, pid and command of the process, incarnation, join time, counters."""
     workers = []
-    raw = ffi.new("struct kvp_worker_info *")
+    raw = core.ffi.new("struct kvp_worker_info *")
     for slot in range(slots):
-        check(lib.kvp_pool_worker(handle, slot, raw))
+        core.check(core.lib.kvp_pool_worker(handle, slot, raw))
         if raw.incarnation == 0:
             continue
         counters = {name: raw.counter[i] for i, name in enumerate(COUNTERS)}
@@ -185,14 +246,14 @@ def pool_workers(handle: Any, slots: int) -> list[dict[str, Any]]:
     return workers
 
 
-def pool_stats(handle: Any, uri: str) -> dict[str, Any]:
+def pool_stats(core: Core, handle: Any, uri: str) -> dict[str, Any]:
     """Everything countable, as plain numbers: shape, occupancy per class, counters summed over workers, workers."""
-    stats = {"uri": uri, **pool_info(handle)}
-    states = ffi.new("uint64_t[64]")
-    check(lib.kvp_pool_states(handle, states))
+    stats = {"uri": uri, **pool_info(core, handle), "qualification": pool_qualification(core, handle)}
+    states = core.ffi.new("uint64_t[64]")
+    core.check(core.lib.kvp_pool_states(handle, states))
     for i, part in enumerate(stats["classes"]):
         part |= {name: states[i * 8 + j] for j, name in enumerate(STATES)}
-    workers = pool_workers(handle, stats["workers"])
+    workers = pool_workers(core, handle, stats["workers"])
     totals = {name: sum(worker[name] for worker in workers) for name in COUNTERS}
     stats |= totals
     stats["hit_ratio"] = totals["hits"] / totals["lookups"] if totals["lookups"] else 0.0

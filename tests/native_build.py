@@ -31,6 +31,7 @@ class Flavour:
     compiler: str
     flags: tuple[str, ...]
     link: tuple[str, ...] = ()
+    folders: tuple[str, ...] = FOLDERS
 
     def command(self) -> list[str]:
         return [self.compiler, "-std=gnu11", f"-I{ROOT}", "-pthread", "-g", *WARNINGS, *self.flags]
@@ -38,6 +39,7 @@ class Flavour:
 
 PLAIN = Flavour("plain", "gcc", ("-O2",))
 CRASH = Flavour("crash", "gcc", ("-O2", "-DKVP_CRASH_POINTS"))
+CRASH_SIM = Flavour("crash-sim", "gcc", ("-O2", "-DKVP_CRASH_POINTS", "-DKVP_MODE=2"))
 TSAN = Flavour("tsan", "clang", ("-O1", "-fsanitize=thread"))
 ASAN = Flavour("asan", "gcc", ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 CLANG = Flavour("clang", "clang", ("-O2", "-Watomic-alignment", "-Watomic-implicit-seq-cst"))
@@ -48,6 +50,13 @@ FUZZ = Flavour(
     ("-fsanitize=fuzzer",),
 )
 ARM = Flavour("aarch64", "aarch64-linux-gnu-gcc", ("-O2", "-static"))
+# The bottom layer by itself in the modes of many hosts.
+BOTTOM = ("coherence",)
+STRICT = ("-Wconversion", "-Wno-sign-conversion")
+NONCOHERENT = Flavour("noncoherent", "gcc", ("-O2", "-DKVP_MODE=1", *STRICT), folders=BOTTOM)
+NONCOHERENT_ARM = Flavour("noncoherent-aarch64", ARM.compiler, (*ARM.flags, "-DKVP_MODE=1"), folders=BOTTOM)
+SIM = Flavour("sim", "gcc", ("-O2", "-DKVP_MODE=2", *STRICT), folders=BOTTOM)
+SIM_ASAN = Flavour("sim-asan", "gcc", ("-DKVP_MODE=2", *ASAN.flags), folders=BOTTOM)
 
 
 def need(tool: str) -> None:
@@ -98,6 +107,8 @@ def core(flavour: Flavour) -> tuple[Path, ...]:
     folder = _folder(flavour)
     objects = []
     for source in SOURCES:
+        if source.parent.name not in flavour.folders:
+            continue
         target = folder / f"{source.parent.name}-{source.stem}.o"
         if not target.exists():
             partial = target.with_suffix(".part")

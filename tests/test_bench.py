@@ -8,6 +8,7 @@ import math
 import pytest
 from click.testing import CliRunner
 
+from kvpool.bindings import core
 from kvpool.tools.bench import bench
 from kvpool.tools.bench_suite import Effort, Report, Row, in_turn, merge
 from kvpool.tools.bench_suite_driver import DriverMissing, build_driver, run_driver
@@ -60,6 +61,38 @@ def test_core_runs_and_every_row_is_whole():
         assert row["bound"] > 0, row
         assert math.isfinite(row["ratio"]), row
         assert (row["target"], row["verdict"]) == (None, "measured")
+
+
+VERBS = {
+    "publish": True, "pin and unpin": True, "copy out": True, "lookup": True, "replay": False, "follow": False,
+    "hand-off": False,
+}  # fmt: skip
+
+
+def test_coherence_has_both_modes_side_by_side():
+    done = CliRunner().invoke(bench, ["coherence", "--quick", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    instructions = core("noncoherent")
+    used = instructions.ffi.string(instructions.lib.kvp_line_instructions()).decode()
+    assert report["machine"]["cache instructions"] == used
+    assert report["machine"]["processor"]
+    names = [row["name"] for row in report["rows"]]
+    assert len(names) == len(set(names))
+    for verb, in_both in VERBS.items():
+        bounds = [name.rsplit(", to ", 1)[1] for name in names if name.startswith(verb)]
+        assert ("coherent" in bounds) == in_both, bounds
+        assert verb == "lookup" or set(bounds) - {"coherent"}, bounds
+    for row in report["rows"]:
+        assert set(row) == FIELDS
+        assert row["measured"] > 0, row
+        assert row["ratio"] == pytest.approx(row["measured"] / row["bound"])
+
+
+def test_coherence_for_people():
+    shown = CliRunner().invoke(bench, ["coherence", "--quick"], catch_exceptions=False).output
+    assert "cache instructions" in shown
+    assert "hand-off of a free segment" in shown
 
 
 def test_a_row_says_how_far_from_its_bound_it_is():

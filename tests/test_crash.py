@@ -8,10 +8,13 @@ import re
 import native_build as build
 import pytest
 
+MANY_HOSTS = {"owners.c", "adopt.c", "replay.c", "host.c"}  # one host never comes here; several do in test_rack.py
+
 
 def points_in_sources() -> set[str]:
     pattern = re.compile(r'KVP_CRASH_POINT\("([^"]+)"\)')
-    return {name for source in build.SOURCES for name in pattern.findall(source.read_text())}
+    sources = [source for source in build.SOURCES if source.name not in MANY_HOSTS]
+    return {name for source in sources for name in pattern.findall(source.read_text())}
 
 
 def test_every_crash_point():

@@ -107,3 +107,51 @@ def test_the_demo(weights, tmp_path):
         assert {"tokens", "matched", "ttft_ms", "ttft_ms_without", "equal", "bytes_copied"} <= answer.keys()
     assert (result["killed"], result["leaked_blocks"], result["check"]) == (1, 0, "clean")
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_over_four_hosts(weights, tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "kvpool.tools.main",
+            "demo",
+            "--hosts",
+            "4",
+            "--json",
+            "--picture",
+            tmp_path / "t.png",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    result = json.loads(done.stdout)
+    assert len(result["requests"]) == 12
+    for answer in result["requests"]:
+        assert answer["equal"], answer
+        assert answer["bytes_copied"] == 0
+        assert answer["matched"] >= 300
+    assert {answer["host"] for answer in result["requests"]} >= {0, 2, 3}
+    assert (result["killed"], result["killed_host"], result["adopter"]) == (1, 1, 0)
+    states = {row["host"]: row["state"] for row in result["hosts"]}
+    assert (states[0], states[1]) == ("present", "fenced")
+    assert result["hosts"][1]["segments"] == 0
+    assert [each["host"] for each in result["checks"]] == [0, 2, 3]
+    assert all(each["clean"] and each["conflicts"] == 0 and each["lines_written"] for each in result["checks"])
+    assert (result["leaked_blocks"], result["check"], result["conflicts"]) == (0, "clean", 0)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options", [["--hosts", "2"], ["--hosts", "4", "--uri", "shm:x"], ["--hosts", "17"]])
+def test_racks_that_cannot_be(options):
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvpool.tools.main", "demo", *options], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "Error:" in done.stderr

@@ -1,5 +1,6 @@
 """Processes come and go, politely or not: nothing is lost, nothing leaks, nobody waits for the dead."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -15,12 +16,15 @@ from conftest import eventually, fill, payload
 
 import kvpool
 
+pytestmark = pytest.mark.racks("sim-1", "sim-2", "sim-4")
+
 PRELUDE = """
 import os, signal, sys, time, threading
 import numpy as np
 import kvpool
 sys.path.insert(0, {tests!r})
-from conftest import fill, payload
+from conftest import Rack, fill, payload
+rack = Rack.here()
 identity = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -34,17 +38,19 @@ def script(body):
 
 
 @pytest.fixture
-def start():
-    """Start a program that prints lines; killed at the end of the test."""
+def start(rack):
+    """Start a program that prints lines, on the next host or on that of a pool; killed at the end of the test."""
     running = []
 
-    def run(body, *arguments):
+    def run(body, *arguments, at=None):
         running.append(
             subprocess.Popen(
                 [sys.executable, "-P", "-c", script(body), *map(str, arguments)],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                env=rack.environment(at),
             )
         )
         return running[-1]
@@ -53,13 +59,6 @@ def start():
     for process in running:
         process.kill()
         process.communicate()
-
-
-def recovered(pool):
-    """No dead worker is left, and the pool is clean."""
-    return eventually(
-        lambda: all(w["state"] != "dead" for w in pool.stats()["worker_list"]) and (r := pool.check()).clean and r
-    )
 
 
 PHASES = {
@@ -75,25 +74,26 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_kill_in_each_phase(pool, ns, uri, start, phase):
+def test_kill_in_each_phase(pool, ns, uri, rack, start, phase):
     keys = ns.keys(range(160))
     killed = start(
         "pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); keys = ns.keys(range(160))\n" + PHASES[phase],
         uri,
     )
     assert killed.wait(30) == -signal.SIGKILL
-    report = recovered(pool)
-    assert report, pool.check()
+    report = rack.recovered()
+    assert report, rack.report()
     assert (report.pins, report.leaked, report.blocks["reserved"]) == (0, 0, 0)
+    rack.settle()
     kept = ns.contains(keys)
     assert kept.all() if phase in ("published", "pinning") else not kept.any()
-    assert pool.stats()["recoveries"] == 1
+    assert rack.count("recoveries") == 1
     with ns.match(keys) as hit:
         assert all(np.array_equal(v, payload(k)) for k, v in zip(keys, hit.views, strict=False))
     assert fill(ns, ns.keys(range(7, 7 + 16 * 64))) == 64
 
 
-def test_killed_while_all_work(pool, ns, uri, start):
+def test_killed_while_all_work(pool, uri, rack, start):
     """Random kills among random work, for a while; every byte that anybody reads is right."""
     body = """
         import random
@@ -128,15 +128,15 @@ def test_killed_while_all_work(pool, ns, uri, start):
     for worker in workers:
         worker.kill()
         assert "WRONG" not in worker.communicate()[0]
-    report = recovered(pool)
-    assert report, pool.check()
+    report = rack.recovered()
+    assert report, rack.report()
     assert report.pins == report.leaked == report.blocks["reserved"] == 0
 
 
-def test_everybody_dies_and_a_newcomer_recovers(uri, start, identity):
+def test_everybody_dies_and_a_newcomer_recovers(uri, rack, start, identity):
     body = """
         first = sys.argv[2] == "0"
-        pool = kvpool.create(sys.argv[1], blocks=64, block="4KiB", workers=4) if first else kvpool.open(sys.argv[1])
+        pool = kvpool.open(sys.argv[1]) if not first else rack.create_alone(sys.argv[1], blocks=64, workers=4)
         ns = pool.namespace(identity); keys = ns.keys(range(160)); fill(ns, keys); hit = ns.match(keys)
         new = ns.reserve(ns.keys(range(int(sys.argv[2]) * 1000 + 5, int(sys.argv[2]) * 1000 + 85)))
         say("ready"); time.sleep(60)
@@ -149,29 +149,31 @@ def test_everybody_dies_and_a_newcomer_recovers(uri, start, identity):
         worker.kill()
     for worker in workers:
         worker.wait()
-    with kvpool.open(uri) as pool:
-        report = recovered(pool)
-        assert report, pool.check()
+    with rack.open(uri) as pool:
+        rack.inhabit(uri)
+        report = rack.recovered()
+        assert report, rack.report()
         assert (report.pins, report.leaked, report.blocks["live"]) == (0, 0, 10)
         assert pool.namespace(identity).contains(pool.namespace(identity).keys(range(160))).all()
 
 
-def test_readers_that_die_use_up_nothing(pool, uri, start):
+def test_readers_that_die_use_up_nothing(pool, uri, rack, start):
     body = "p = kvpool.open(sys.argv[1]); die()"
     for _ in range(3):
         waiting = [start(body, uri) for _ in range(4)]
         assert all(each.wait(30) == -signal.SIGKILL for each in waiting)
-    assert recovered(pool)
-    assert sum(w["state"] != "free" for w in pool.stats()["worker_list"]) == 1
+    assert rack.recovered()
+    assert sum(worker["state"] != "free" for worker in rack.workers()) == rack.hosts
 
 
-def test_a_stopped_worker_blocks_nobody(pool, ns, uri, start):
+def test_a_stopped_worker_blocks_nobody(pool, ns, uri, rack, start):
     stopped = start(
         """
         pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity)
         new = ns.reserve(ns.keys(range(160))); say("ready"); time.sleep(60)
     """,
         uri,
+        at=pool,
     )
     assert stopped.stdout.readline() == "ready\n"
     stopped.send_signal(signal.SIGSTOP)
@@ -182,18 +184,19 @@ def test_a_stopped_worker_blocks_nobody(pool, ns, uri, start):
     assert pool.evict(100) == 54
     stopped.kill()
     stopped.wait()
-    assert recovered(pool)
+    assert rack.recovered()
     assert fill(ns, ns.keys(range(3, 3 + 16 * 64))) == 64
 
 
-def test_exec_is_a_death(pool, ns, uri, start):
+@pytest.mark.racks("sim-2")  # watched by processes of its own host: more hosts add nothing
+def test_exec_is_a_death(pool, uri, rack, start):
     body = """
         pool = kvpool.open(sys.argv[1]); ns = pool.namespace(identity); new = ns.reserve(ns.keys(range(160)))
         os.execv("/bin/sleep", ["sleep", "30"])
     """
     gone = start(body, uri)
-    assert eventually(lambda: pool.stats()["recoveries"] == 1, 10)
-    report = recovered(pool)
+    assert eventually(lambda: rack.count("recoveries") == 1, 10)
+    report = rack.recovered()
     assert report
     assert report.blocks["reserved"] == 0
     assert gone.poll() is None
@@ -213,8 +216,9 @@ EXITS = {
 }
 
 
+@pytest.mark.racks("sim-2")  # more hosts add nothing to it
 @pytest.mark.parametrize("how", EXITS)
-def test_exit_with_live_views_never_crashes(pool, ns, uri, start, how):
+def test_exit_with_live_views_never_crashes(pool, ns, uri, rack, start, how):
     keys = ns.keys(range(160))
     fill(ns, keys)
     done = start(
@@ -229,19 +233,19 @@ def test_exit_with_live_views_never_crashes(pool, ns, uri, start, how):
     assert "ignored" not in err
     assert "leaked" not in err
     assert ns.contains(keys).all()
-    report = recovered(pool)
+    report = rack.recovered()
     assert report
     assert report.pins == report.blocks["reserved"] == 0
 
 
-def test_views_survive_their_pool(uri, identity):
-    pool = kvpool.create(uri, blocks=64, block="4KiB")
+def test_views_survive_their_pool(uri, rack, identity):
+    pool = rack.create(uri, blocks=64)
     ns = pool.namespace(identity)
     keys = ns.keys(range(16))
     fill(ns, keys)
     view = ns.match(keys).views[0]
     rows = pool.tensor()
-    pool.close()
+    rack.leave()
     kvpool.remove(uri)
     del pool, ns
     assert np.array_equal(view, payload(keys[0]))
@@ -249,7 +253,7 @@ def test_views_survive_their_pool(uri, identity):
 
 
 CALLS = {
-    "create": "kvpool.create(f'memfd:', '64MiB', '4KiB').close()",
+    "create": "make().close()",
     "open": "kvpool.open(sys.argv[1]).close()",
     "match": "ns.match(keys).release()",
     "reserve": "ns.reserve(other).withdraw()",
@@ -266,8 +270,9 @@ CALLS = {
 }
 
 
+@pytest.mark.racks("sim-2")  # more hosts add nothing to it
 @pytest.mark.parametrize("call", CALLS)
-def test_interrupts_leak_nothing(pool, ns, uri, start, call):
+def test_interrupts_leak_nothing(pool, uri, rack, start, call):
     """Ctrl-C at random moments: KeyboardInterrupt, not a crash, not a lost block, and the pool goes on."""
     body = f"""
         full = None
@@ -275,24 +280,33 @@ def test_interrupts_leak_nothing(pool, ns, uri, start, call):
         keys, other = ns.keys(range(160)), ns.keys(range(5, 165))
         data = np.zeros((10, 4096), np.uint8)
         fill(ns, keys)
+        def make():
+            if not rack.is_sim:
+                return kvpool.create("memfd:", "64MiB", "4KiB")
+            return kvpool.create(sys.argv[1] + "-other", "64MiB", "4KiB", hosts=rack.hosts, replace=True)
         def with_reserve():
             with ns.reserve(other):
                 pass
         if {call!r} == "waiting":
             full = ns.match(keys), ns.reserve(ns.keys(range(9, 9 + 16 * 54)))
+        armed = owed = False
+        def interrupt(*_):
+            global armed, owed
+            if armed:
+                armed = False
+                raise KeyboardInterrupt
+            owed = True  # we are still telling of the last one
+        signal.signal(signal.SIGINT, interrupt)
         say("ready")
-        interrupts = 0
-        while interrupts < 10:
+        for _ in range(10):
             try:
-                try:
-                    while True:
-                        {CALLS[call]}
-                except KeyboardInterrupt:
-                    interrupts += 1
-                    say("interrupted")
+                armed = True
+                while not owed:
+                    {CALLS[call]}
             except KeyboardInterrupt:
-                interrupts += 1
-                say("interrupted")
+                pass
+            armed = owed = False
+            say("interrupted")
         del full
         import gc; gc.collect()
         report = pool.check()
@@ -308,10 +322,12 @@ def test_interrupts_leak_nothing(pool, ns, uri, start, call):
     out, err = process.communicate(timeout=30)
     assert out.split() == ["True", "0", "0", "True"], (out, err)
     assert process.returncode == 0, err
-    assert recovered(pool)
+    with contextlib.suppress(kvpool.NotFound):
+        kvpool.remove(uri + "-other", force=True)
+    assert rack.recovered()
 
 
-def test_no_handles_are_lost(pool, uri):
+def test_no_handles_are_lost(pool, uri, rack):
     def resources():
         with open("/proc/self/maps") as maps:
             mapped = sum("kvpool" in line for line in maps)
@@ -319,12 +335,12 @@ def test_no_handles_are_lost(pool, uri):
 
     before = resources()
     for _ in range(100):
-        with kvpool.open(uri):
+        with rack.open(uri):
             pass
         with pytest.raises(kvpool.Error):
-            kvpool.open(uri + "-none")
-        with pytest.raises(kvpool.Error):
-            kvpool.create(uri, "1MiB")
+            rack.open(uri + "-none")
+        with pytest.raises(kvpool.Exists):
+            kvpool.create(uri, "1MiB", "4KiB")
     assert resources() == before
 
 
@@ -333,6 +349,7 @@ def test_descriptors_do_not_reach_children(pool):
     assert "kvpool" not in done.stdout
 
 
+@pytest.mark.not_on("sim-1", "sim-2", "sim-4", reason="simulated pools have a name")
 def test_memfd_by_inheritance_and_by_pid(identity, start):
     with kvpool.create("memfd:", blocks=64, block="4KiB") as pool:
         ns = pool.namespace(identity)
@@ -371,31 +388,62 @@ def test_hugetlb(identity, huge_pages):
         assert pool.stats()["huge_bytes"] == pool.info["bytes"]
 
 
-def test_all_memory_is_backed_at_create(uri):
+def test_all_memory_is_backed_at_create(uri, rack):
     steps = []
-    with kvpool.create(uri, "32MiB", "64KiB", progress=lambda done, total: steps.append((done, total))):
-        info = os.stat(f"/dev/shm/kvpool.{os.getuid()}.{uri[4:]}")
-        assert info.st_blocks * 512 >= 32 << 20
-    assert steps[-1] == (32 << 20, 32 << 20)
+    with rack.create(uri, "32MiB", "64KiB", progress=lambda done, total: steps.append((done, total))):
+        info = os.stat(rack.path(uri))
+        assert info.st_blocks * 512 >= 32 * rack.hosts << 20
+    assert steps[-1] == (32 * rack.hosts << 20, 32 * rack.hosts << 20)
 
 
-def test_a_creator_that_dies_leaves_nothing(uri, start):
+def test_a_creator_that_dies_leaves_nothing(uri, rack, start):
     body = """
         def stop(done, total):
             die()
-        kvpool.create(sys.argv[1], "128MiB", "64KiB", progress=stop)
+        rack.create(sys.argv[1], "128MiB", "64KiB", progress=stop)
     """
     assert start(body, uri).wait(30) == -signal.SIGKILL
     assert not [entry for entry in os.listdir("/dev/shm") if uri[4:] in entry]
-    kvpool.create(uri, "1MiB", "4KiB").close()
+    rack.create(uri, "1MiB", "4KiB").close()
 
 
 def test_of_two_creators_one_wins(uri, start):
     body = """
         try:
-            p = kvpool.create(sys.argv[1], '16MiB', '4KiB'); say('made'); time.sleep(5)
+            p = rack.create_alone(sys.argv[1], '4MiB'); say('made'); time.sleep(5)
         except kvpool.Exists:
             say('exists')
     """
     said = sorted(each.stdout.readline() for each in [start(body, uri) for _ in range(4)])
     assert said == ["exists\n"] * 3 + ["made\n"]
+
+
+def unused(names):
+    """Those that no process maps: other tests may run at the same time."""
+    used = []
+    for maps in pathlib.Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used.append(maps.read_text())
+    return {name for name in names if not any(name in text for text in used)}
+
+
+@pytest.mark.racks("sim-1", "sim-4")
+def test_a_creator_that_comes_too_late_leaves_nothing(uri, rack, start):
+    """The name is taken only at the end: who loses it there has memory of its host to give back."""
+    before = set(os.listdir("/dev/shm"))
+    body = """
+        def wait(done, total):
+            say("made"), sys.stdin.readline()
+        try:
+            rack.create_alone(sys.argv[1], "4MiB", progress=wait)
+        except kvpool.Exists:
+            say("exists")
+    """
+    late = start(body, uri)
+    assert late.stdout.readline() == "made\n"
+    with rack.create_alone(uri, "4MiB"):
+        late.stdin.write("\n")
+        late.stdin.flush()
+        assert late.stdout.readline() == "exists\n"
+    kvpool.remove(uri, force=True)
+    assert eventually(lambda: not unused(set(os.listdir("/dev/shm")) - before))

@@ -4,26 +4,33 @@ Hypothesis draws the commands and the step at which a worker dies; the workers a
 failure is the same every time. The seed is printed; KVPOOL_SEED=N replays a run.
 """
 
+import functools
+import itertools
 import os
 import random
 import subprocess
 import time
 
 import pytest
+from conftest import Rack
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from native_build import CRASH, program
+from native_build import CRASH, CRASH_SIM, program
 
 import kvpool
 
 WORKERS, CHAINS, LENGTH = 3, 4, 6
 SEED = int(os.environ.get("KVPOOL_SEED", random.randrange(1 << 32)))
 EXAMPLES = int(os.environ.get("KVPOOL_EXAMPLES", 60))
+SIM_EXAMPLES = EXAMPLES // 6
 
 chains = st.integers(0, CHAINS - 1)
 lengths = st.integers(1, LENGTH)
 workers = st.integers(0, WORKERS - 1)
+
+
+numbers = itertools.count()
 
 
 class Died(Exception):
@@ -33,9 +40,12 @@ class Died(Exception):
 class Worker:
     """A process, and what it holds according to the model."""
 
-    def __init__(self, uri):
+    def __init__(self, rack, uri):
         self.process = subprocess.Popen(
-            [program(CRASH, "native/worker.c"), uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [program(CRASH_SIM if rack.is_sim else CRASH, "native/worker.c"), uri, str(rack.next_host())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.slot = int(self.process.stdout.readline().split()[1])
         self.pins: list[tuple[int, int]] = []
@@ -60,10 +70,12 @@ class Machine(RuleBasedStateMachine):
     blocks = 64
     evicts = False
 
-    def __init__(self):
+    def __init__(self, rack):
         super().__init__()
-        self.pool = kvpool.create("memfd:", blocks=self.blocks, block="4KiB", workers=8, policy="lru")
-        self.workers = [Worker(self.pool.uri) for _ in range(WORKERS)]
+        self.rack = Rack(rack)
+        uri = self.rack.uri(f"machine-{os.getpid()}-{next(numbers)}") if self.rack.is_sim else "memfd:"
+        self.pool = self.rack.create(uri, blocks=self.blocks, workers=8, policy="lru")
+        self.workers = [Worker(self.rack, self.pool.uri) for _ in range(WORKERS)]
         self.sure: set[tuple[int, int]] = set()
         self.maybe: set[tuple[int, int]] = set()
 
@@ -71,7 +83,9 @@ class Machine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.process.kill()
             worker.process.communicate()
-        self.pool.close()
+        self.rack.leave()
+        if self.rack.is_sim:
+            kvpool.remove(self.pool.uri, force=True)
 
     def key_range(self, chain, n):
         return [(chain, i) for i in range(n)]
@@ -82,13 +96,14 @@ class Machine(RuleBasedStateMachine):
         self.maybe |= set(uncertain)
         dead = self.workers[index]
         deadline = time.monotonic() + 10
-        while any(w["pid"] == dead.process.pid and w["state"] != "free" for w in self.pool.stats()["worker_list"]):
+        while any(w["pid"] == dead.process.pid and w["state"] != "free" for w in self.rack.workers()):
             assert time.monotonic() < deadline, "nobody has recovered the dead worker"
             time.sleep(0.001)
-        self.workers[index] = Worker(self.pool.uri)
+        self.workers[index] = Worker(self.rack, self.pool.uri)
 
     def command(self, index, verb, chain=0, n=0, touches=()):
         """Run a command; None if the worker died in it. `touches`: keys that are uncertain then."""
+        self.rack.settle()
         try:
             return self.workers[index].do(verb, chain, n)
         except Died:
@@ -199,12 +214,14 @@ class Machine(RuleBasedStateMachine):
         for index in range(WORKERS):
             if self.workers[index].process.poll() is not None:
                 self.bury(index, ())
-        report = self.pool.check()
+        self.rack.settle()
+        report = self.rack.report()
         assert report.clean, report.problems
         assert report.leaked == 0
         assert report.blocks["reserved"] == sum(len(worker.reserved) for worker in self.workers)
-        assert sum(report.blocks.values()) == self.blocks
-        assert len(self.sure) <= report.blocks["live"] <= len(self.sure) + len(self.maybe) + report.unlinked
+        assert sum(report.blocks.values()) == self.rack.whole(self.blocks)
+        most = (len(self.sure) + len(self.maybe)) * self.rack.hosts  # what its writer died too early to tell: twice
+        assert len(self.sure) <= report.blocks["live"] <= most + report.unlinked
 
 
 class SmallMachine(Machine):
@@ -214,14 +231,16 @@ class SmallMachine(Machine):
     evicts = True
 
 
+@pytest.mark.racks("sim-1", "sim-2", "sim-4")
 @pytest.mark.parametrize("machine", [Machine, SmallMachine])
-def test_machine(machine):
+def test_machine(machine, rack):
     print(f"KVPOOL_SEED={SEED}")
-    seed(SEED)(machine)
+    factory = functools.partial(machine, rack.name)
+    seed(SEED)(factory)
     run_state_machine_as_test(
-        machine,
+        factory,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=SIM_EXAMPLES if rack.is_sim else EXAMPLES,
             stateful_step_count=40,
             deadline=None,
             print_blob=True,

@@ -26,7 +26,7 @@ from kvpool.tools.traces import FORMATS, Stream, TraceError, percentiles, read, 
 COMMAND = [sys.executable, "-P", "-m", "kvpool.tools.main", "replay"]
 REPORT = {
     "requests", "accesses", "hits", "hit_ratio", "evictions", "wrong_payloads", "metadata_bytes", "policy",
-    "capacity_blocks", "reuse_distance", "unique", "seconds", "workers", "check",
+    "capacity_blocks", "reuse_distance", "unique", "seconds", "workers", "hosts", "mode", "check",
 }  # fmt: skip
 
 
@@ -115,6 +115,47 @@ def test_several_workers_share_a_small_pool():
     assert 0 < report["hits"] < report["accesses"]
     assert report["wrong_payloads"] == 0
     assert report["check"]["clean"]
+
+
+def ideal(stream):
+    """Hits with room for everything: every access but the first to each block."""
+    return len(stream.block) - len(stream.ids)
+
+
+@pytest.mark.parametrize("mode", ["sim", "noncoherent"])
+def test_four_hosts_hit_as_one_does(mode):
+    rng = np.random.default_rng(7)
+    chains = [list(range(100 * n, 100 * n + 12)) for n in range(20)]
+    requests = [[*chains[rng.zipf(1.4) % 20][: rng.integers(1, 13)], 5000 + i] for i in range(300)]
+    stream = Stream.of(requests)
+    report = run(stream, Plan(len(stream.ids), "leaf", hosts=4, mode=mode))
+    assert (report["hits"], report["evictions"], report["wrong_payloads"]) == (ideal(stream), 0, 0)
+    assert report["hits"] == run(stream, Plan(len(stream.ids), "leaf"))["hits"]
+    assert (report["hosts"], report["mode"], report["check"]) == (4, mode, {"clean": True, "problems": []})
+    assert report["capacity_blocks"] >= 4 * len(stream.ids)
+
+
+def test_hosts_of_small_capacity_evict_and_stay_right():
+    rng = np.random.default_rng(8)
+    stream = Stream.of([rng.integers(0, 700, 8).tolist() for _ in range(300)])
+    report = run(stream, Plan(128, "lru", hosts=3))
+    assert 0 < report["hits"] < ideal(stream)
+    assert report["evictions"] > 0
+    assert (report["wrong_payloads"], report["check"]["clean"]) == (0, True)
+
+
+def test_sessions_stay_at_their_host(tmp_path):
+    files = [session(tmp_path / f"trace_{n}.json", (0, [1, 2]), (n + 1, [1, 2, 3])) for n in range(3)]
+    stream = read(files)
+    assert sorted(stream.session.tolist()) == [0, 0, 1, 1, 2, 2]
+    plan = Plan(64, hosts=2)
+    assert {plan.host_of(stream, i) for i in range(6) if stream.session[i] == 1} == {1}
+    assert [plan.host_of(Stream.of([[1]] * 4), i) for i in range(4)] == [0, 1, 0, 1]
+    done = json.loads(replayed(*files, "--hosts", 2, "--capacity", "unlimited", "--json").stdout)
+    assert (done["hits"], done["hosts"], done["mode"]) == (ideal(stream), 2, "sim")
+    shown = replayed(*files, "--hosts", 2, "--mode", "noncoherent", "--capacity", "unlimited").stdout
+    assert "mode noncoherent" in shown
+    assert "--workers" in replayed(*files, "--hosts", 2, "--workers", 2, code=2).stderr
 
 
 def test_a_wrong_payload_is_counted():
@@ -424,6 +465,28 @@ def test_real_hits_of_four_processes(trace):
     assert report["check"] == {"clean": True, "problems": []}
     # Within a round the order of accesses is theirs, so the count is near that of one worker but not exact.
     assert report["hits"] == pytest.approx(80_323, rel=0.03)
+
+
+def first_requests(stream, count):
+    """The beginning of a trace, as a trace."""
+    start = stream.start
+    return Stream.of(stream.ids[stream.block[start[i] : start[i + 1]]].tolist() for i in range(count))
+
+
+def test_real_hits_of_four_hosts(trace):
+    stream = first_requests(trace("conversation"), 600)
+    report = run(stream, Plan(len(stream.ids), "lru", hosts=4))
+    assert report["requests"] == 600
+    assert (report["hits"], report["evictions"], report["wrong_payloads"]) == (ideal(stream), 0, 0)
+    assert report["check"] == {"clean": True, "problems": []}
+
+
+@pytest.mark.slow
+def test_all_real_hits_of_four_hosts(trace):
+    stream = trace("conversation")
+    report = run(stream, Plan(len(stream.ids), "lru", hosts=4))
+    assert (report["hits"], report["evictions"], report["wrong_payloads"]) == (105_710, 0, 0)
+    assert report["check"] == {"clean": True, "problems": []}
 
 
 @pytest.mark.slow

@@ -407,3 +407,126 @@ def test_top_ends_when_the_pool_is_removed(uri, filled, start):
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 1
     assert errors.startswith("kvpool: the pool was removed or replaced")
+
+
+# ---- hosts, give, fence ----
+
+
+@pytest.fixture
+def many(uri):
+    """The URI of a simulated pool of three hosts, made by host 0 and not open."""
+    name = uri.replace("shm:", "sim:")
+    made = kvpool_json("create", name, "--blocks", 96, "--block", "4KiB", "--hosts", 3, "--lease", 0.5)
+    assert (made["mode"], made["hosts"]) == ("sim", 3)
+    yield name
+    kvpool.remove(name, force=True)
+
+
+def states(uri, *options):
+    return [row["state"] for row in inside_json("hosts", uri, *options)["hosts"]]
+
+
+def test_hosts_for_programs_and_people(many):
+    with kvpool.open(many, host=1) as pool:
+        report = inside_json("hosts", many)
+        assert report["host"] == 1  # looked at from where somebody works, not as a host that nobody is
+        assert [row["state"] for row in report["hosts"]] == ["left", "present", "free"]
+        assert sum(row["segments"] for row in report["hosts"]) == pool.info["segments"]
+        assert pool.hosts()[0]["state"] == "left"
+        shown = kvpool_run("hosts", many).stdout
+    assert f"{many}: sim, lease 500 ms" in shown
+    assert "seen by host 1" in shown
+    assert inside_json("hosts", many, "--host", 2)["host"] == 2
+    assert inside_json("hosts", many, "--host", 3, code=1)["code"] == kvpool.WrongHost.code
+
+
+def test_hosts_of_a_pool_of_one(uri, pool):
+    (row,) = inside_json("hosts", uri)["hosts"]
+    assert (row["host"], row["state"]) == (0, "present")
+
+
+def test_give(many):
+    with kvpool.open(many, host=1) as pool:
+        before = pool.info["owned"]
+        given = inside_json("give", many, "--host", 0, "--to", 1, "-n", 2)
+        assert given == {"offered": 2, "taken": 2, "from": 0, "to": 1}
+        assert pool.hosts()[1]["segments"] == before + 2
+    assert "0 of 1 segments" in inside("give", many, "--host", 0, "--to", 2).stdout  # nobody is there to take it
+    assert inside_json("give", many, "--host", 0, "--to", 0, code=1)["code"] == kvpool.OutOfRange.code
+    with kvpool.open(many) as pool:
+        assert pool.check().clean
+
+
+def lose(uri, host):
+    """Be a host for a moment, and be reset."""
+    source = f"import kvpool, os; pool = kvpool.open({uri!r}, host={host}); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-P", "-c", source]).returncode == -9
+    core = kvpool.bindings.core("sim")
+    assert core.check(core.lib.kvp_pool_lose_host(uri.encode(), host)) >= 0
+
+
+def test_fence(many):
+    lose(many, 2)
+    with kvpool.open(many, host=1) as pool:
+        assert eventually(lambda: states(many)[2] == "lapsed", 20)
+        fence = ("fence", many, 2, "--as-host", 1)
+        assert "--confirmed" in inside(*fence, "--incarnation", 1, code=2).stderr
+        assert inside_json(*fence, "--incarnation", 7, "--confirmed", code=1)["code"] == kvpool.InvalidArgument.code
+        share = pool.hosts()[2]["segments"]
+        adopted = inside_json(*fence, "--incarnation", 1, "--confirmed")
+        assert adopted == {"fenced": 2, "incarnation": 1, "adopter": 1, "segments": share}
+        assert states(many)[2] == "fenced"
+        assert inside_json("hosts", many)["hosts"][2]["segments"] == 0
+        assert pool.check().clean
+
+
+def test_a_host_that_beats_is_not_fenced(many):
+    with kvpool.open(many, host=2):
+        refused = inside_json("fence", many, 2, "--as-host", 1, "--incarnation", 1, "--confirmed", code=1)
+    assert refused["code"] == kvpool.Busy.code
+
+
+def test_looking_does_not_wake_a_lost_host(many):
+    lose(many, 0)
+    with kvpool.open(many, host=1) as pool:
+        lost = pool.hosts()[0]["incarnation"]
+        for command in ("stat", "check", "hosts"):
+            assert inside_json(command, many)
+        assert inside_json("top", many, "--once", "--interval", 0.01)["uri"] == many
+        assert pool.hosts()[0]["incarnation"] == lost
+        assert eventually(lambda: pool.hosts()[0]["state"] == "lapsed")
+        assert inside_json("stat", many)["host"] == 1
+        assert inside_json("stat", many, "--host", 2)["host"] == 2
+
+
+def test_the_host_of_the_environment(many, monkeypatch):
+    monkeypatch.setenv("KVPOOL_HOST", "2")
+    assert inside_json("stat", many)["host"] == 2
+    assert inside_json("check", many)["clean"]
+
+
+def test_ls_shows_modes_and_no_caches(many, uri):
+    with kvpool.create(uri, blocks=64, block="4KiB", mode="noncoherent", hosts=2):
+        rows = {row["uri"]: row for row in inside_json("ls")}
+        name = many.removeprefix("sim:")
+        assert (rows[many]["mode"], rows[many]["hosts"], rows[many]["state"]) == ("sim", 3, "ok")
+        assert (rows[uri]["mode"], rows[uri]["hosts"], rows[uri]["workers"]) == ("noncoherent", 2, 1)
+        assert [each for each in rows if name in each] in ([many, uri], [uri, many])
+        assert not [each for each in rows if ".cache" in each or each.startswith("shm:host.")]
+        assert "sim, 3 hosts" in inside("ls").stdout
+
+
+def test_create_and_stat_of_a_device_for_many_hosts(tmp_path):
+    uri = f"file:{tmp_path / 'pool'}"
+    options = ("--mode", "noncoherent", "--hosts", 2, "--lease", 1.5, "--quota", 40)
+    made = inside_json("create", uri, "--blocks", 64, "--block", "4KiB", *options)
+    assert made["mode"] == "noncoherent"
+    stats = inside_json("stat", uri)  # to look at it is allowed
+    assert (stats["lease_ms"], stats["quota"], stats["qualification"]) == (1500, 40, None)
+    assert "no (kvpool qualify)" in inside("stat", uri).stdout
+    with pytest.raises(kvpool.Unqualified):
+        kvpool.open(uri)
+    inside("qualify", uri, "--rounds", 20)
+    assert "by hosts 0, 1: 20 rounds" in inside("stat", uri).stdout
+    kvpool.open(uri).close()
+    kvpool.remove(uri)

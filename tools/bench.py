@@ -16,7 +16,7 @@ from kvpool.tools.console import emit, grid, json_option, stdout, table
 
 __all__ = ["SUITES", "bench"]
 
-SUITES = {"core": "kvpool.tools.bench_suite_core"}
+SUITES = {"core": "kvpool.tools.bench_suite_core", "coherence": "kvpool.tools.bench_suite_coherence"}
 """Name of a suite -> the module whose `run(effort)` measures it; imported only when asked for."""
 FEATURES = ("avx512f", "avx2", "clwb", "clflushopt", "sse4_2", "asimd", "sve")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -70,6 +70,7 @@ def number(value: float) -> str:
 
 def show(suite: str, about: dict[str, str], report: Report) -> None:
     """Print machine, rows and what was left out."""
+    about = about | report.about
     rows = table(f"{suite}: medians; ratio = measured / bound", "row", "unit", "measured", "bound", "ratio", "target",
                  "verdict", left=2)  # fmt: skip
     for row in report.rows:
@@ -95,9 +96,10 @@ def bench(suite: str, as_json: bool, quick: bool, repeat: int) -> None:
     machines and days, times cannot.
     """
     run = load_suite(suite)
-    about = {} if as_json else machine()
+    about = {} if as_json and suite == "core" else machine()
     report = merge(run(Effort(quick)) for _ in range(repeat))
+    rows = [asdict(row) for row in report.rows]
     if as_json:
-        emit([asdict(row) for row in report.rows])
+        emit({"machine": about | report.about, "rows": rows} if report.about else rows)
     else:
         show(suite, about, report)

@@ -41,6 +41,8 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)
+    """What a reader must know besides the machine."""
 
 
 @dataclass(frozen=True)
@@ -91,4 +93,4 @@ def merge(reports: Iterable[Report]) -> Report:
             statistics.median(getattr(row, name) for row in same) for name in ("measured", "bound", "ratio")
         )
         rows.append(Row(same[0].name, same[0].unit, measured, bound, ratio, same[0].target, same[0].verdict))
-    return Report(rows, runs[0].notes)
+    return Report(rows, runs[0].notes, runs[0].about)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import Identity, Keys, Namespace, Pool
-from kvpool.bindings import check, ffi, lib
+from kvpool.bindings import check, core, ffi, lib
 from kvpool.tools.bench_suite import SEED
 
 __all__ = [
@@ -29,7 +29,7 @@ def make_pool(blocks: int, stride: int, workers: int = 4) -> Pool:
     request.stride = [stride] + [0] * 7
     out = ffi.new("kvp_pool **")
     check(lib.kvp_pool_create(b"memfd:", request, b"leaf", out))
-    return Pool(ffi.gc(out[0], lib.kvp_pool_free))
+    return Pool(core("coherent"), ffi.gc(out[0], lib.kvp_pool_free))
 
 
 def empty_call(pool: Pool) -> Callable[[], int]:

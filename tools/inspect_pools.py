@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 import kvpool
-from kvpool.tools.console import emit, grid, json_option, progress, size, stdout, table
+from kvpool.bindings import MODES
+from kvpool.tools.console import emit, grid, json_option, look_at, progress, size, stdout, table
 
 __all__ = ["create", "ls", "occupancy", "rm"]
 
@@ -34,7 +35,7 @@ def occupancy(stats: dict[str, Any]) -> tuple[int, int, float]:
 
 def _made(pool: kvpool.Pool, temporary: bool) -> dict[str, Any]:
     stats = pool.stats()
-    names = ("uri", "bytes", "metadata_bytes", "payload_bytes", "huge_bytes", "policy", "workers")
+    names = ("uri", "bytes", "metadata_bytes", "payload_bytes", "huge_bytes", "policy", "workers", "mode", "hosts")
     made = {name: stats[name] for name in names}
     made["classes"] = [{name: part[name] for name in ("block_bytes", "blocks")} for part in stats["classes"]]
     return made | {"pid": os.getpid(), "temporary": temporary}
@@ -46,6 +47,8 @@ def _show_made(made: dict[str, Any]) -> None:
     rows |= {name: size(made[f"{name}_bytes"]) for name in ("payload", "metadata")}
     rows |= {"mapped": size(made["bytes"]), "in huge pages": size(made["huge_bytes"])}
     rows |= {"policy": made["policy"], "workers": f"up to {made['workers']}"}
+    if made["mode"] != "coherent":
+        rows |= {"mode": made["mode"], "hosts": made["hosts"]}
     stdout().print(grid(made["uri"], rows))
 
 
@@ -63,6 +66,14 @@ def _hold(uri: str) -> None:
               help="Bytes a block, 4 KiB to 16 MiB in steps of 64; repeat it for several sizes.")  # fmt: skip
 @click.option("--policy", type=click.Choice(kvpool.POLICIES), default="leaf", show_default=True)
 @click.option("--workers", type=click.IntRange(1, 64), default=64, show_default=True, help="That may be open at once.")
+@click.option("--mode", type=click.Choice(MODES), help="[default: sim for sim:, else coherent]")
+@click.option("--hosts", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="That share it, in mode noncoherent or sim.")  # fmt: skip
+@click.option("--host", type=click.IntRange(0, 63), default=0, show_default=True, help="Which of them makes it.")
+@click.option("--lease", type=float, default=3.0, show_default=True,
+              help="Seconds of silence after which a host has lapsed.")  # fmt: skip
+@click.option("--quota", type=click.IntRange(0), default=0, show_default=True,
+              help="Segments that a host may own at most; 0: no limit.")  # fmt: skip
 @click.option("--replace", is_flag=True, help="Remove a pool of this name first, if no live worker uses it.")
 @click.option("--threads", type=click.IntRange(1), help="That back memory at the same time.")
 @json_option
@@ -71,12 +82,13 @@ def create(uri: str, bytes_: str | None, blocks: int | None, block: tuple[str, .
     """Make the pool URI and back all of its memory.
 
     shm:, file: and dax: pools stay when this command ends. memfd: and hugetlb: pools live as long as a process holds
-    them: this command then prints the URI for others, and stays until Ctrl-C.
+    them: this command then prints the URI for others, and stays until Ctrl-C. A device that hosts are to share without
+    coherence (--mode noncoherent on dax: or file:) is opened by others only after `kvpool qualify`.
     """
     if (bytes_ is None) == (blocks is None):
         raise click.UsageError("give either --size (of the whole pool) or --blocks (an exact number)")
     with progress("backing memory") as advance:
-        pool = kvpool.create(uri, bytes_, block, blocks=blocks, progress=advance, **options)
+        pool = kvpool.create(uri, bytes_, block, blocks=blocks, progress=advance, unqualified=True, **options)
     temporary = uri.startswith(TEMPORARY)
     try:
         made = _made(pool, temporary)
@@ -107,27 +119,36 @@ def _state(error: kvpool.Error) -> str:
     return f"damaged: {error}"
 
 
-def _describe(name: str, path: Path) -> dict[str, Any]:
+def _describe(uri: str, path: Path) -> dict[str, Any]:
     """What can be said of one pool. Opening is the only way to look, and takes a worker slot for that moment."""
-    row: dict[str, Any] = {"uri": f"shm:{name}", "bytes": path.stat().st_size, "state": "ok", "code": 0}
-    row |= dict.fromkeys(("blocks", "live", "live_ratio", "workers", "policy"))
+    row: dict[str, Any] = {"uri": uri, "bytes": path.stat().st_size, "state": "ok", "code": 0}
+    row |= dict.fromkeys(("blocks", "live", "live_ratio", "workers", "policy", "mode", "hosts"))
     try:
-        with kvpool.open(row["uri"]) as pool:
+        with look_at(uri, None) as pool:
             stats = pool.stats()
             alive = sum(worker["state"] == "alive" for worker in stats["worker_list"])
     except kvpool.Error as error:
         return row | {"state": _state(error), "code": error.code}
     blocks, live, ratio = occupancy(stats)
     found = {"blocks": blocks, "live": live, "live_ratio": ratio, "workers": alive - 1, "policy": stats["policy"]}
+    found |= {"mode": stats["mode"], "hosts": stats["hosts"]}
     return row | {"bytes": stats["bytes"]} | found
+
+
+def _uri_of(name: str) -> str | None:
+    """The pool behind a file of ours in /dev/shm; None for the caches and the memory of hosts."""
+    if name.startswith("host.") or (name.startswith("sim.") and ".cache" in name):
+        return None
+    return f"sim:{name.removeprefix('sim.')}" if name.startswith("sim.") else f"shm:{name}"
 
 
 def _pools() -> list[dict[str, Any]]:
     prefix = f"kvpool.{os.getuid()}."
     rows = []
     for path in sorted(SHM.glob(f"{prefix}*")):
+        uri = _uri_of(path.name.removeprefix(prefix))
         try:
-            rows.append(_describe(path.name.removeprefix(prefix), path))
+            rows += [_describe(uri, path)] if uri else []
         except FileNotFoundError:
             continue  # removed while we looked
     return rows
@@ -142,11 +163,12 @@ def ls(as_json: bool) -> None:
         return emit(rows)
     if not rows:
         return click.echo("no pools")
-    shown = table("", "uri", "state", "policy", "size", "blocks", "live", "workers", left=3)
+    shown = table("", "uri", "state", "policy", "mode", "size", "blocks", "live", "workers", left=4)
     for row in rows:
         known = row["blocks"] is not None
         numbers = (f"{row['blocks']:,}", f"{row['live_ratio']:.1%}", str(row["workers"])) if known else ("-",) * 3
-        shown.add_row(row["uri"], row["state"], row["policy"] or "-", size(row["bytes"]), *numbers)
+        mode = f"{row['mode']}, {row['hosts']} hosts" if known and row["mode"] != "coherent" else row["mode"] or "-"
+        shown.add_row(row["uri"], row["state"], row["policy"] or "-", mode, size(row["bytes"]), *numbers)
     stdout().print(shown)
 
 

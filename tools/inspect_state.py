@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvpool
-from kvpool.tools.console import emit, grid, json_option, meter, short, size, stdout, table
+from kvpool.tools.console import emit, grid, host_option, json_option, look_at, meter, short, size, stdout, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,12 +42,24 @@ def class_table(classes: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def _qualified(found: dict[str, Any] | None) -> str:
+    """When, with what, and by whom."""
+    if found is None:
+        return "no (kvpool qualify)"
+    when = datetime.fromtimestamp(found["when_ns"] / 1e9).isoformat(" ", "seconds")
+    hosts = ", ".join(map(str, found["hosts"]))
+    return f"{when} by hosts {hosts}: {found['rounds']:,} rounds, {found['instructions']}, {found['cpu']}"
+
+
 def _shape(stats: dict[str, Any]) -> Table:
     created = datetime.fromtimestamp(stats["created_ns"] / 1e9).isoformat(" ", "seconds")
     rows = {"uuid": stats["uuid"], "created": created, "policy": stats["policy"], "mode": stats["mode"]}
     rows |= {"mapped": size(stats["bytes"]), "metadata": size(stats["metadata_bytes"])}
     rows |= {"payload": size(stats["payload_bytes"]), "in huge pages": size(stats["huge_bytes"])}
     rows |= {"segments": f"{stats['segments']:,} of {size(stats['segment_bytes'])}"}
+    if stats["mode"] != "coherent":
+        rows |= {"host": f"{stats['host']} of {stats['hosts']}, owns {stats['owned']} segments"}
+        rows |= {"lease": f"{stats['lease_ms']} ms", "qualified": _qualified(stats["qualification"])}
     rows |= {"worker slots": stats["workers"], "pin slots": f"{stats['pin_slots']:,} a worker"}
     return grid(stats["uri"], rows)
 
@@ -84,10 +96,14 @@ def _workers(stats: dict[str, Any]) -> Table:
 
 @click.command()
 @click.argument("uri")
+@host_option
 @json_option
-def stat(uri: str, as_json: bool) -> None:
-    """Show the shape, the occupancy, the counters and the workers of the pool URI."""
-    with kvpool.open(uri) as pool:
+def stat(uri: str, host: int | None, as_json: bool) -> None:
+    """Show the shape, the occupancy, the counters and the workers of the pool URI.
+
+    Of a pool of many hosts: the workers, counters and directory of one host, and all blocks as it sees them.
+    """
+    with look_at(uri, host) as pool:
         stats = pool.stats()
     if as_json:
         return emit(stats)
@@ -99,10 +115,10 @@ def stat(uri: str, as_json: bool) -> None:
 # ---- check ----
 
 
-def _examine(uri: str) -> dict[str, Any]:
+def _examine(uri: str, host: int | None) -> dict[str, Any]:
     """A pool that cannot be opened because of what its memory holds is a finding, not a failure of the command."""
     try:
-        with kvpool.open(uri) as pool:
+        with look_at(uri, host) as pool:
             report = pool.check()
     except DAMAGED as error:
         nothing = dict.fromkeys(("blocks", "leaked", "pins", "entries"))
@@ -113,11 +129,12 @@ def _examine(uri: str) -> dict[str, Any]:
 
 @click.command()
 @click.argument("uri")
+@host_option
 @json_option
 @click.pass_context
-def check(ctx: click.Context, uri: str, as_json: bool) -> None:
+def check(ctx: click.Context, uri: str, host: int | None, as_json: bool) -> None:
     """Walk every structure of the pool URI. Exit code 0 if it is clean, 1 if not. Safe while it is in use."""
-    found = _examine(uri)
+    found = _examine(uri, host)
     if as_json:
         emit(found)
     else:

@@ -7,11 +7,12 @@ what its id says they must be, if not it is put. Nothing is simulated: hits and 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -35,6 +36,7 @@ IDENTITY = kvpool.Identity(model="trace", revision="1", dtype="none", layout="id
 ROUND = 16
 """Requests of one worker between two reports; no worker is further ahead of another than that."""
 TOUCH_KEYS_MAX = 64
+SHARE = 128
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,6 +51,29 @@ class Plan:
     """Processes; each takes every `workers`-th request."""
     block_bytes: int = 4096
     uri: str = "memfd:"
+    hosts: int = 1
+    """With more than one, one worker on each; requests go round them in turn, or where the trace has them by session.
+    The capacity is that of each host, rounded up to SHARE blocks."""
+    mode: str | None = None
+    """Of a pool of several hosts: sim (default) or noncoherent."""
+
+    def place(self) -> str:
+        """Where the pool is made. Several hosts need a name: with it their own memories go too."""
+        if self.hosts == 1 or self.uri != "memfd:":
+            return self.uri
+        return f"{'sim' if self.core() == 'sim' else 'shm'}:replay-{os.getpid()}"
+
+    def core(self) -> str:
+        """The mode."""
+        return self.mode or ("sim" if self.hosts > 1 or self.uri.startswith("sim:") else "coherent")
+
+    def blocks(self) -> int:
+        """Of the whole pool. Hosts get equal shares if each can be cut into the segments of a host."""
+        return self.capacity if self.hosts == 1 else self.hosts * -(-self.capacity // SHARE) * SHARE
+
+    def host_of(self, stream: Stream, request: int) -> int:
+        """Which host serves a request."""
+        return int(stream.session[request] if len(stream.session) else request) % self.hosts
 
 
 @dataclass
@@ -106,18 +131,22 @@ class Driver:
 
     def run(self, first: int, step: int, advance: Callable[[int], None]) -> Counts:
         """Every `step`-th request from `first` on; tells `advance` after each round how many accesses are new."""
-        start = self.stream.start
         told = 0
         for turn, request in enumerate(range(first, self.stream.requests, step), 1):
-            blocks = self.stream.block[start[request] : start[request + 1]]
-            self._access(blocks.tolist())
-            if self.tail_first:
-                self._touch(blocks)
+            self.serve(request)
             if turn % ROUND == 0:
                 advance(self.counts.accesses - told)
                 told = self.counts.accesses
         advance(self.counts.accesses - told)
         return self.counts
+
+    def serve(self, request: int) -> int:
+        """One request; returns how many accesses it had."""
+        blocks = self.stream.block[self.stream.start[request] : self.stream.start[request + 1]]
+        self._access(blocks.tolist())
+        if self.tail_first:
+            self._touch(blocks)
+        return len(blocks)
 
     def _access(self, blocks: list[int]) -> None:
         get, put, counts = self.space.get_into, self.space.put, self.counts
@@ -166,8 +195,31 @@ def _work(uri: str, first: int, step: int, link: Connection) -> None:
         pass  # whoever started us has gone
 
 
+def _work_as_host(uri: str, host: int, step: int, link: Connection) -> None:
+    """The worker of a host: takes the stream, then requests one by one, each answered with its accesses; None ends it.
+
+    At last it sends its counts and what the check finds.
+    """
+    try:
+        stream = link.recv()
+        with kvpool.open(uri, host=host, unqualified=True) as pool:
+            driver = Driver(pool, stream)
+            link.send(0)  # ready
+            for request in iter(link.recv, None):
+                link.send(driver.serve(request))
+            report = pool.check()
+            link.send((driver.counts, report.clean, report.problems, pool.stats()["evicted"]))
+    except kvpool.Error as error:
+        link.send(error)
+    except (EOFError, BrokenPipeError):
+        pass  # whoever started us has gone
+
+
+Work = Callable[[str, int, int, Connection], None]
+
+
 @contextmanager
-def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection]]:
+def _processes(uri: str, stream: Stream, count: int, work: Work = _work) -> Iterator[list[Connection]]:
     """`count` workers, one link each. None of them outlives the block."""
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
@@ -176,7 +228,7 @@ def _processes(uri: str, stream: Stream, count: int) -> Iterator[list[Connection
         for first in range(count):
             ours, theirs = context.Pipe()
             links.append(ours)
-            process = context.Process(target=_work, args=(uri, first, count, theirs), daemon=True)
+            process = context.Process(target=work, args=(uri, first, count, theirs), daemon=True)
             # A terminal sends Ctrl-C to all of us: the workers leave it to this process, which ends them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
@@ -229,6 +281,50 @@ def _share_out(uri: str, stream: Stream, count: int, advance: Callable[[int], No
         raise kvpool.SystemFailure("a worker process of the replay died") from None
 
 
+# ---- several hosts ----
+
+
+@dataclass
+class Sum:
+    """What the hosts of a replay have found, together."""
+
+    counts: Counts
+    seconds: float = 0.0
+    evicted: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def _receive(link: Connection) -> Any:
+    message = link.recv()
+    if isinstance(message, kvpool.Error):
+        raise message
+    return message
+
+
+def _in_turn(uri: str, stream: Stream, plan: Plan, advance: Callable[[int], None]) -> Sum:
+    """Each request at the host that it belongs to, after the one before it has ended: what the counts say is exact."""
+    total = Sum(Counts())
+    try:
+        with _processes(uri, stream, plan.hosts, _work_as_host) as links:
+            for link in links:
+                _receive(link)
+            begin = time.perf_counter()
+            for request in range(stream.requests):
+                link = links[plan.host_of(stream, request)]
+                link.send(request)
+                advance(_receive(link))
+            total.seconds = time.perf_counter() - begin
+            for host, link in enumerate(links):
+                link.send(None)
+                counts, clean, problems, evicted = _receive(link)
+                total.counts.add(counts)
+                total.evicted += evicted
+                total.problems += [] if clean else [f"host {host}: {problem}" for problem in problems]
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise kvpool.SystemFailure("a worker process of the replay died") from None
+    return total
+
+
 # ---- the whole of it ----
 
 
@@ -236,33 +332,45 @@ def _share_out(uri: str, stream: Stream, count: int, advance: Callable[[int], No
 def _pool(plan: Plan) -> Iterator[kvpool.Pool]:
     """A pool of exactly the plan's capacity that is gone afterwards."""
     workers = min(plan.workers + 2, 64)  # room for this process, and for one who watches
-    pool = kvpool.create(plan.uri, block=plan.block_bytes, blocks=plan.capacity, policy=plan.policy, workers=workers)
+    pool = kvpool.create(
+        plan.place(), block=plan.block_bytes, blocks=plan.blocks(), policy=plan.policy, workers=workers,
+        mode=plan.core(), hosts=plan.hosts, unqualified=True,
+    )  # fmt: skip
     try:
         yield pool
     finally:
         pool.close()
-        if not plan.uri.startswith(("memfd:", "hugetlb:")):
+        if not plan.place().startswith(("memfd:", "hugetlb:")):
             kvpool.remove(pool.uri, force=True)
 
 
 def run(stream: Stream, plan: Plan, advance: Callable[[int], None] = lambda new: None) -> dict[str, Any]:
     """Replay a stream on a new pool; returns the report that `kvpool replay --json` prints, times in seconds.
 
-    With one worker the counts are exact and the same every time. Raises what `kvpool.create` raises.
+    With one worker, or one on each of several hosts, the counts are exact and the same every time. Raises what
+    `kvpool.create` raises.
     """
     with _pool(plan) as pool:
-        if plan.workers == 1:
+        problems: list[str] = []
+        evicted = 0
+        if plan.hosts > 1:
+            total = _in_turn(pool.uri, stream, plan, advance)
+            counts, seconds, evicted, problems = total.counts, total.seconds, total.evicted, total.problems
+        elif plan.workers == 1:
             driver, begin = Driver(pool, stream), time.perf_counter()
             counts, seconds = driver.run(0, 1, advance), time.perf_counter() - begin
         else:
             counts, seconds = _share_out(pool.uri, stream, plan.workers, advance)
         stats, check = pool.stats(), pool.check()
+        if plan.hosts == 1:
+            evicted = stats["evicted"]
+        problems = check.problems + problems
     return {
         "requests": stream.requests, "accesses": counts.accesses, "unique": len(stream.ids), "hits": counts.hits,
-        "hit_ratio": counts.hits / counts.accesses, "evictions": stats["evicted"],
+        "hit_ratio": counts.hits / counts.accesses, "evictions": evicted,
         "wrong_payloads": counts.wrong_payloads, "metadata_bytes": stats["metadata_bytes"], "policy": plan.policy,
-        "capacity_blocks": plan.capacity, "workers": plan.workers, "seconds": seconds,
-        "check": {"clean": check.clean, "problems": check.problems},
+        "capacity_blocks": plan.blocks(), "workers": plan.workers, "hosts": plan.hosts, "mode": stats["mode"],
+        "seconds": seconds, "check": {"clean": not problems, "problems": problems},
         "reuse_distance": percentiles(reuse_distances(stream.block)),
     }  # fmt: skip
 
@@ -299,6 +407,8 @@ def _show(report: dict[str, Any]) -> None:
     check = report["check"]
     rows = {name: f"{report[name]:,}" for name in ("requests", "accesses", "unique")}
     rows |= {"policy": report["policy"], "capacity": f"{report['capacity_blocks']:,} blocks"}
+    if report["hosts"] > 1:
+        rows |= {"hosts": f"{report['hosts']}, mode {report['mode']}"}
     rows |= {"workers": str(report["workers"]), "hits": f"{report['hits']:,} ({report['hit_ratio']:.6f})"}
     rows |= {name.replace("_", " "): f"{report[name]:,}" for name in ("evictions", "wrong_payloads")}
     rows |= {"metadata": size(report["metadata_bytes"])}
@@ -331,25 +441,31 @@ def _with_bar(stream: Stream, plan: Plan) -> dict[str, Any]:
 @click.option("--capacity", default="10%", show_default=True,
               help="Share of the unique blocks, or a size, or 'N blocks', or unlimited.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1, 63), default=1, show_default=True, help="Processes.")
+@click.option("--hosts", type=click.IntRange(1, 16), default=1, show_default=True,
+              help="One worker on each; the capacity is that of each; requests go round them.")  # fmt: skip
+@click.option("--mode", type=click.Choice(("sim", "noncoherent")), help="Of several hosts. [default: sim]")
 @click.option("--block", default="4KiB", show_default=True, help="Bytes a block.")
 @click.option("--uri", default="memfd:", show_default=True, help="Pool to make for the replay; removed at its end.")
 @click.option("--skip-bad", is_flag=True, help="Count records that cannot be read, and go on.")
 @json_option
 @click.pass_context
 def replay(ctx: click.Context, files: tuple[Path, ...], format_name: str, policy: str, capacity: str, workers: int,
-           block: str, uri: str, skip_bad: bool, as_json: bool) -> None:  # fmt: skip
+           hosts: int, mode: str | None, block: str, uri: str, skip_bad: bool, as_json: bool) -> None:  # fmt: skip
     """Run the block accesses of a recorded trace on a real pool, and report its hits.
 
     Every access reads one block under its key and checks its bytes; a block that is missing is put. Exit code 1 if any
     payload was wrong or the pool is not clean afterwards. Several files of kv-cache-tester are sessions that begin
-    together; several of mooncake are parts of one trace.
+    together; several of mooncake are parts of one trace. With --hosts the requests are served one after the other, each
+    at its host: the hits are those of one host of unlimited capacity if --capacity is unlimited.
     """
+    if hosts > 1 and workers > 1:
+        raise click.UsageError("--hosts has one worker on each host: leave --workers out")
     block_bytes = kvpool.parse_size(block)
     stream = read(files, format_name, skip_bad=skip_bad)
     if stream.skipped:
         click.echo(f"kvpool: {stream.skipped} bad records skipped", err=True)
     room = capacity_blocks(capacity, len(stream.ids), block_bytes)
-    report = _with_bar(stream, Plan(room, policy, workers, block_bytes, uri))
+    report = _with_bar(stream, Plan(room, policy, workers, block_bytes, uri, hosts, mode))
     if as_json:
         emit(report)
     else:

@@ -38,6 +38,8 @@ class Request(NamedTuple):
     """Arrival, in seconds of the trace's own clock."""
     ids: array[int]
     """Block ids, unsigned 64 bits, first block first."""
+    session: int = -1
+    """Which conversation it belongs to, counted from 0; -1 where the trace does not say."""
 
 
 @dataclass
@@ -163,7 +165,9 @@ def _tester_parse(paths: Sequence[Path], bad: BadRecords) -> Iterator[Request]:
             if any(local >> 32 for local in request.ids):
                 bad.report(f"{path}:1", "a local block id does not fit 32 bits")
                 continue
-            events.append(Request(request.time_s, array("Q", [session << 32 | local for local in request.ids])))
+            events.append(
+                Request(request.time_s, array("Q", [session << 32 | local for local in request.ids]), session)
+            )
     return iter(sorted(events, key=lambda request: request.time_s))  # stable
 
 
@@ -191,6 +195,8 @@ class Stream:
     """The trace's id of each block."""
     skipped: int = field(default=0, compare=False)
     """Records left out because they could not be read."""
+    session: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), compare=False)
+    """The session of each request; empty where the trace does not say."""
 
     @property
     def requests(self) -> int:
@@ -220,10 +226,18 @@ def read(paths: Sequence[Path], format_name: str = "auto", *, skip_bad: bool = F
     """The accesses of these trace files. Raises `TraceError` (with file:line), OSError."""
     chosen = _recognise(paths) if format_name == "auto" else FORMATS[format_name]
     bad = BadRecords(skip_bad)
-    stream = Stream.of((request.ids for request in chosen.parse(paths, bad)), 0)
+    sessions = array("q")
+
+    def ids() -> Iterator[array[int]]:
+        for request in chosen.parse(paths, bad):
+            sessions.append(request.session)
+            yield request.ids
+
+    stream = Stream.of(ids(), 0)
+    known = np.frombuffer(sessions, np.int64) if sessions and min(sessions) >= 0 else np.empty(0, np.int64)
     if len(stream.block) == 0:
         raise TraceError(f"{paths[0]}: no block is accessed ({bad.count} records skipped)")
-    return Stream(stream.block, stream.start, stream.ids, bad.count)
+    return Stream(stream.block, stream.start, stream.ids, bad.count, known)
 
 
 # ---- reuse ----

@@ -128,7 +128,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     if (!(data[0] & LEAVE_CHECKSUM))
         fix_checksum(super);
     snprintf(uri, sizeof uri, "memfd:%d", fd);
-    if (kvp_pool_open(uri, &pool) == KVP_OK) {
+    if (kvp_pool_open(uri, 0, &pool) == KVP_OK) {
         use(pool);
         kvp_pool_free(pool);
     }

@@ -306,7 +306,7 @@ static void handoff_row(uint32_t rounds)
     pid_t child = fork();
     if (child == 0) {
         player.side = 1;
-        must(kvp_pool_open(kvp_pool_uri(player.pool), &player.pool), "kvp_pool_open");
+        must(kvp_pool_open(kvp_pool_uri(player.pool), 0, &player.pool), "kvp_pool_open");
         play_rounds(&player, pool, line);
         kvp_pool_free(player.pool);
         _exit(0);

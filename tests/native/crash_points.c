@@ -40,7 +40,7 @@ static void note_name(const char *name)
 static kvp_pool *open_pool(void)
 {
     kvp_pool *pool;
-    int status = kvp_pool_open(uri, &pool);
+    int status = kvp_pool_open(uri, 0, &pool);
 
     REQUIRE(status == KVP_OK, "open: %s", kvp_strerror(status));
     return pool;
@@ -328,7 +328,7 @@ static int die_in_create(uint64_t n)
     snprintf(path_uri, sizeof path_uri, "file:%s", path);
     int died = run_child(script_creator, n);
     if (access(path, F_OK) == 0) {
-        REQUIRE(kvp_pool_open(path_uri, &pool) == KVP_OK, "a named pool must open");
+        REQUIRE(kvp_pool_open(path_uri, 0, &pool) == KVP_OK, "a named pool must open");
         await_recovery(pool);
         require_clean(pool);
         kvp_pool_free(pool);

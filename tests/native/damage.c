@@ -57,7 +57,7 @@ static void with_damage(uint64_t offset, uint8_t flip)
     snprintf(replay, sizeof replay, "damage: byte %llu ^ %#x", (unsigned long long)offset, flip);
     memcpy(image, specimen, bytes);
     image[offset] ^= flip;
-    int status = kvp_pool_open(uri, &pool);
+    int status = kvp_pool_open(uri, 0, &pool);
     REQUIRE(status <= 0 && status >= KVP_E_PINS && strcmp(kvp_strerror(status), kvp_strerror(1)) != 0,
             "open answers %d", status);
     REQUIRE(status == KVP_OK || kvp_error_detail()[0], "status %d says nothing", status);

@@ -58,7 +58,7 @@ int main(void)
     kvp_pool *prefill, *decode;
 
     must(kvp_pool_create("memfd:", &request, "lru", &prefill), "create");
-    must(kvp_pool_open(kvp_pool_uri(prefill), &decode), "open"); /* usually in another process */
+    must(kvp_pool_open(kvp_pool_uri(prefill), 0, &decode), "open"); /* usually in another process */
 
     produce(prefill, key, "keys and values of sixteen tokens");
     consume(decode, key);

@@ -160,7 +160,7 @@ static void survive(const char *where, uint64_t may_go)
 {
     kvp_pool *survivor;
     int missing = 0;
-    int status = kvp_pool_open(where, &survivor);
+    int status = kvp_pool_open(where, 0, &survivor);
 
     REQUIRE(status == KVP_OK, "open: %s", kvp_strerror(status));
     await_free(survivor);
@@ -188,7 +188,7 @@ static pid_t start(size_t op)
         kvp_pool *mine;
         if (ptrace(PTRACE_TRACEME, 0, 0, 0))
             _exit(77);
-        REQUIRE(kvp_pool_open(uri, &mine) == KVP_OK, "open in the child");
+        REQUIRE(kvp_pool_open(uri, 0, &mine) == KVP_OK, "open in the child");
         operations[op].run(mine);
         _exit(0);
     }
@@ -248,7 +248,7 @@ static void restock(void)
 {
     kvp_pool *stocker;
 
-    REQUIRE(kvp_pool_open(uri, &stocker) == KVP_OK, "open");
+    REQUIRE(kvp_pool_open(uri, 0, &stocker) == KVP_OK, "open");
     await_free(stocker);
     kvp_shrink(stocker, 0, UINT32_MAX);
     for (uint64_t id = 0; id < KEYS; id++)
@@ -267,7 +267,7 @@ static uint64_t walk(size_t op, uint8_t *copy, const char *copy_uri)
         if (++k > EACH_UP_TO && k % THEN_EVERY)
             continue;
         note(op, k, rip, "the image");
-        copy_dead(copy, pool->arena.layout.slots_offset, pool->arena.layout.workers);
+        copy_dead(copy, pool->arena.layout.host_offset + pool->arena.layout.slots_offset, pool->arena.layout.workers);
         survive(copy_uri, operations[op].may_go);
     }
     end_child(child);

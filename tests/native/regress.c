@@ -192,7 +192,7 @@ static pid_t inhabitant(const char *uri, uint64_t puts)
 
     if (child == 0) {
         kvp_pool *pool;
-        REQUIRE(kvp_pool_open(uri, &pool) == KVP_OK, "open in the child");
+        REQUIRE(kvp_pool_open(uri, 0, &pool) == KVP_OK, "open in the child");
         for (uint64_t id = 0; id < puts; id++)
             put_one(pool, 0, id);
         REQUIRE(write(ready[1], "r", 1) == 1, "ready");
@@ -221,7 +221,7 @@ static void recover_while_opening(void)
     uint64_t before = nc_load(&record->header);
     kill(second, SIGKILL);
     waitpid(second, &how, 0);
-    REQUIRE(kvp_pool_open(uri, &third) == KVP_OK && third->arena.self == 2, "open");
+    REQUIRE(kvp_pool_open(uri, 0, &third) == KVP_OK && third->arena.self == 2, "open");
     for (int i = 0; i < 20000 && co_load32(&third->arena.slots[1].lock); i++)
         usleep(100);
     uint64_t after = nc_load(&record->header);

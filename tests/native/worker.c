@@ -124,7 +124,8 @@ int main(int argc, char **argv)
     unsigned n;
     kvp_pool *pool;
 
-    REQUIRE(argc == 2 && kvp_pool_open(argv[1], &pool) == KVP_OK, "cannot open");
+    REQUIRE(argc == 3 && kvp_pool_open(argv[1], (uint32_t)atoi(argv[2]), &pool) == KVP_OK, "cannot open: %s",
+            kvp_error_detail());
     commanded = pthread_self();
     kvp_crash_visit(step);
     printf("ready %u\n", pool->arena.self);
