@@ -52,8 +52,10 @@ static void check(void)
 
 static void make(uint32_t workers)
 {
-    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers});
-    reader = world_join(1);
+    reader = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers});
+    owner = world_join(1);
+    kvp_pool_follow(reader); /* it knows that the other has started */
+    kvp_pool_follow(owner);
 }
 
 static void finish(void)
@@ -81,7 +83,7 @@ static void keeper(void *pool)
 static void follow_crash_setup(void)
 {
     make(2);
-    kvp_pool *second = world_join(1);
+    kvp_pool *second = world_join(0);
     world_spawn(owner, put_one, 0);
     world_spawn(second, use_one, EX_CRASHABLE);
     world_spawn(reader, follow, 0);
@@ -96,7 +98,7 @@ const struct ex_scenario scenario_follow_crash = {.name = "follow-crash", .what 
 static void publish_crash_setup(void)
 {
     make(2);
-    kvp_pool *second = world_join(0);
+    kvp_pool *second = world_join(1);
     world_spawn(second, put_two, EX_CRASHABLE);
     world_spawn(owner, keeper, EX_ON_CRASH);
     world_spawn(reader, use_one, 0);
@@ -130,7 +132,7 @@ static void check_owner(void)
 
 static void join_setup(void)
 {
-    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = 1});
+    owner = world_make(&(struct world_request){.blocks = 1, .hosts = 2, .workers = 2});
     world_put(owner, 2, 1);
     world_spawn(owner, put_two, 0);
     world_spawn_machine(1, join, 0);
@@ -181,7 +183,7 @@ static void remove_setup(void)
     kvp_pool_follow(reader);
     world_spawn(reader, remove_one, 0);
     world_spawn(owner, follow, 0);
-    world_spawn(world_join(1), use_one, 0);
+    world_spawn(world_join(0), use_one, 0);
     world_spawn(owner, must_be_gone, EX_LAST);
     world_spawn(reader, must_be_gone, EX_LAST);
     finish();

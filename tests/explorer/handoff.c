@@ -6,25 +6,27 @@ enum { KEYS = 4 };
 
 static kvp_pool *giver, *taker;
 
-/* The taker's own segment is full. */
+/* One segment of one block moves; the taker's own segment is full. */
 static void make(uint32_t workers, uint32_t published)
 {
-    giver = world_make(&(struct world_request){.blocks = 8, .hosts = 2, .workers = workers});
-    taker = world_join(1);
-    world_hoard(1, 0);
+    taker = world_make(&(struct world_request){.blocks = 1, .hosts = 2, .workers = workers + 1});
+    giver = world_join(1);
+    world_hoard(0);
     world_put(giver, 0, published);
     kvp_pool_follow(taker);
+    kvp_pool_follow(giver);
 }
 
 static void give(void *pool)
 {
-    kvp_pool_give(pool, 1, 1);
+    kvp_pool_give(pool, 0, 1);
 }
 
 static void give_and_revoke(void *pool)
 {
-    kvp_pool_give(pool, 1, 1);
+    kvp_pool_give(pool, 0, 1);
     world_merge(pool, 1);
+    ex_ghost[0] = 1;
     kvp_pool_revoke(pool);
     world_merge(pool, 2);
     world_put(pool, 2, 1);
@@ -49,10 +51,12 @@ static void keeper(void *pool)
     world_recover(pool);
 }
 
-/* Afterwards, when every host has caught up, each segment is exactly one host's. */
+/* Afterwards, when every host has caught up, and asked again for what it wanted back, each segment is exactly one host's. */
 static void count(void *pool)
 {
     kvp_pool_follow(pool);
+    if (ex_ghost[0])
+        kvp_pool_revoke(pool);
     kvp_pool_follow(pool);
     ex_ghost[8 + ((const kvp_pool *)pool)->host] = (uint8_t)kvp_owned(&((const kvp_pool *)pool)->arena);
 }
@@ -117,7 +121,7 @@ const struct ex_scenario scenario_revoking = {.name = "revoke", .what = "an offe
 static void giver_crash_setup(void)
 {
     make(2, 0);
-    world_spawn(world_join(0), give, EX_CRASHABLE);
+    world_spawn(world_join(1), give, EX_CRASHABLE);
     world_spawn(giver, keeper, EX_ON_CRASH);
     world_spawn(taker, take_and_put, 0);
     finish();
@@ -130,7 +134,7 @@ static void taker_crash_setup(void)
 {
     make(2, 0);
     world_spawn(giver, give_and_revoke, 0);
-    world_spawn(world_join(1), take_and_put, EX_CRASHABLE);
+    world_spawn(world_join(0), take_and_put, EX_CRASHABLE);
     world_spawn(taker, keeper, EX_ON_CRASH);
     finish();
 }

@@ -9,10 +9,11 @@ static kvp_pool *owner, *reader;
 /* Two blocks, full: whoever wants room evicts. The reader's host knows them. */
 static void make(uint32_t workers, uint32_t lines)
 {
-    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers, .lines = lines});
-    reader = world_join(1);
+    reader = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers, .lines = lines});
+    owner = world_join(1);
     world_put(owner, 0, 2);
     kvp_pool_follow(reader);
+    kvp_pool_follow(owner);
 }
 
 static void put_one(void *pool)
@@ -111,7 +112,7 @@ static void pin_own_setup(void)
 {
     make(2, 1);
     world_spawn(owner, put_one, 0);
-    world_spawn(world_join(0), use_one, 0);
+    world_spawn(world_join(1), use_one, 0);
     world_spawn(reader, use_one, 0);
 }
 const struct ex_scenario scenario_pin_own = {.name = "pin-own", .what = "a worker of the owner and one of another host pin a block",

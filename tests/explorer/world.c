@@ -50,10 +50,8 @@ static void label_host(const kvp_pool *pool)
 
 kvp_pool *world_make(const struct world_request *request)
 {
-    /* A line of words has one owner, so with several hosts each has 8 blocks. */
-    uint32_t blocks = request->hosts > 1 ? 8 * request->hosts : request->blocks;
-    struct kvp_request wanted = {.blocks = blocks, .workers = request->workers + 1, .classes = 1,
-                                 .hosts = request->hosts, .host = 0};
+    struct kvp_request wanted = {.blocks = 8 * (request->hosts - 1) + request->blocks, .workers = request->workers,
+                                 .classes = 1, .hosts = request->hosts, .host = 0};
     kvp_pool *pool;
 
     standins_reset();
@@ -65,16 +63,15 @@ kvp_pool *world_make(const struct world_request *request)
     first_layout = &pool->arena.layout;
     label(pool);
     label_host(pool);
-    if (blocks > request->blocks)
-        world_hoard(0, request->blocks);
     return pool;
 }
 
-void world_hoard(uint32_t host, uint32_t leave)
+void world_hoard(uint32_t host)
 {
-    uint32_t number[8];
+    uint32_t number[8], n = 8;
 
-    EX_CHECK(kvp_reserve(world_join(host), 0, 8 - leave, number) == KVP_OK, "no %u blocks to hoard", 8 - leave);
+    for (kvp_pool *pool = world_join(host); n && kvp_reserve(pool, 0, n, number) != KVP_OK;)
+        n--;
 }
 
 kvp_pool *world_join(uint32_t host)

@@ -8,14 +8,14 @@
 extern uint64_t world_time_ns;
 
 struct world_request {
-    uint32_t hosts, workers; /* one more worker of each host than is asked for: the hoarder */
-    uint32_t blocks;         /* that a host can use; it has 8 if there are several hosts */
+    uint32_t hosts, workers; /* workers: of each host */
+    uint32_t blocks;         /* of the last host, at most 8; the others have 8 each, because a line of words has one owner */
     uint32_t lines;          /* of 64 bytes a block; 0: 1 */
 };
 /* A new pool; host 0 makes it and is its first worker. */
 kvp_pool *world_make(const struct world_request *request);
-/* Reserve all blocks of the worker's host but `leave`, for a worker that never does anything: a host of few blocks. */
-void world_hoard(uint32_t host, uint32_t leave);
+/* Reserve every block of a host, for a worker of it that never does anything. */
+void world_hoard(uint32_t host);
 /* One more worker of a host. */
 kvp_pool *world_join(uint32_t host);
 /* In a run: a process that opens the pool as a worker of `host`; NULL if it is refused. Its thread is spawned by
