@@ -74,9 +74,10 @@ uint64_t kvp_fork_count(void)
     return 0;
 }
 
+/* A machine that comes in a run has not been there before. */
 uint64_t kvp_boot_id(void)
 {
-    return 1;
+    return ex_is_running() ? 2 + (uint64_t)ex_my_host() : 1;
 }
 
 /* ---- payload: one word a line stands for the line ---- */
