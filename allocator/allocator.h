@@ -448,6 +448,8 @@ int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
 /* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.
  * Returns how many segments became ours. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
+/* See now what became of our own offers. */
+void kvp_see_offers(struct kvp_arena *arena);
 /* Take an offer back that nobody has taken: 1 ours again, 0 it is gone or being taken: ask again later. */
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment);
 /* Take the segments of a lost host: it was reset, and the site has named us (kvp_host_adopt comes first). Its published

@@ -162,6 +162,14 @@ static void see_offer(struct kvp_arena *arena, uint32_t segment)
         co_store32(&arena->head->stale, 1); /* what the taker has published there until now was not learned */
 }
 
+void kvp_see_offers(struct kvp_arena *arena)
+{
+    kvp_owners_refresh(arena);
+    for (uint32_t s = 0; s < arena->layout.segments; s++)
+        if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_OFFERED)
+            see_offer(arena, s);
+}
+
 int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
 {
     nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
