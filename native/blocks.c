@@ -272,7 +272,7 @@ static int remove_key(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
     uint64_t ref;
     int removed = 0;
 
-    for (int held = 0, gone = 0; gone <= KVP_HOSTS_MAX;) {
+    for (int held = 0, gone = 0; gone <= (int)KVP_HOSTS_MAX;) {
         int one = 0;
         if (kvp_directory_find(pool, c, key, 1, 0, &ref)) {
             kvp_lock(pool);
