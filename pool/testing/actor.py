@@ -20,12 +20,12 @@ _IDENTITY = kvpool.Identity(model="kvpool.testing", revision="1", dtype="uint8",
 
 
 class Operation(NamedTuple):
-    """One call on one host: `tokens` for publish, match, get_into and remove; `count` and `to` for evict and give."""
+    """One call on one host: `tokens` for keys, `blocks` to evict (or segments to give), and `to` whom they go."""
 
     host: int
     verb: str
     tokens: tuple[int, ...] = ()
-    count: int = 0
+    blocks: int = 0
     to: int = 0
 
 
@@ -87,15 +87,15 @@ class Actor:
         return self.ns.remove(self.ns.keys(operation.tokens))
 
     def _evict(self, operation: Operation) -> int:
-        return self.pool.evict(operation.count)
+        return self.pool.evict(operation.blocks)
 
     def _give(self, operation: Operation) -> int:
-        return self.pool.give(operation.to, operation.count) if operation.to != self.pool.host else 0
+        return self.pool.give(operation.to, operation.blocks) if operation.to != self.pool.host else 0
 
 
 def serve(here: Here) -> None:
     """The function of a child process: operations come in, answers go out, one JSON line each."""
     actor = Actor(here.pool)
     while True:
-        host, verb, tokens, count, to = json.loads(here.hear())
-        here.say(json.dumps(actor.do(Operation(host, verb, tuple(tokens), count, to))))
+        host, verb, tokens, blocks, to = json.loads(here.hear())
+        here.say(json.dumps(actor.do(Operation(host, verb, tuple(tokens), blocks, to))))

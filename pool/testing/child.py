@@ -1,4 +1,4 @@
-"""What runs in a child process of a rack: `python -m kvpool.testing.child URI HOST BODY ARGUMENTS`."""
+"""What runs in a child process of a rack, with the arguments URI HOST BODY ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -49,7 +49,3 @@ def main() -> None:
         else:
             names = {"__name__": "child", "pool": pool, "say": here.say, "hear": here.hear, "args": args}
             exec(compile(body, "<child of a rack>", "exec"), names)
-
-
-if __name__ == "__main__":
-    main()

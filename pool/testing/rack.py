@@ -27,6 +27,7 @@ from kvpool.testing.child import is_function_path
 __all__ = ["Child", "ChildEnded", "Rack"]
 
 WAIT_S = 60.0
+_CHILD = "from kvpool.testing.child import main; main()"
 _PAUSE_S = 0.005
 _OF_ALL = ("conflicts", "conflict_offset", "dirty_invalidated", "dirty_invalidated_offset", "flushed", "lost")
 _numbers = itertools.count()
@@ -50,7 +51,7 @@ class Child:
         body = body if is_function_path(body) else textwrap.dedent(body)
         paths = [os.path.abspath(path) for path in sys.path if path]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvpool.testing.child", uri, str(host), body, json.dumps(args)],
+            [sys.executable, "-P", "-c", _CHILD, uri, str(host), body, json.dumps(args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
