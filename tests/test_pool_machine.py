@@ -27,7 +27,7 @@ def brief(examples, steps):
 
 @pytest.mark.slow
 def test_pool_machine():
-    run_state_machine_as_test(PoolMachine, settings=brief(3, 15))
+    run_state_machine_as_test(PoolMachine, settings=brief(3, 12))
 
 
 class TwoHosts(PoolMachine):
