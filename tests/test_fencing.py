@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from pathlib import Path
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import eventually, payload
