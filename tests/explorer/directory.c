@@ -1,0 +1,221 @@
+/* directory.c -- what one host publishes or removes, and when another one finds it. */
+#include "scenarios.h"
+#include "world.h"
+
+enum { KEYS = 4 };
+
+static kvp_pool *owner, *reader;
+
+static void put_one(void *pool)
+{
+    world_put(pool, 0, 1);
+}
+
+static void put_two(void *pool)
+{
+    world_put(pool, 0, 2);
+}
+
+static void use_one(void *pool)
+{
+    world_use(pool, 0, 1);
+}
+
+/* Of one publication a match shows all or nothing, also while it is under way. */
+static void use_whole(void *pool)
+{
+    int there = world_use(pool, 0, 2);
+
+    EX_CHECK(there != 1, "of a publication of two blocks a match shows the first alone");
+}
+
+static void follow(void *pool)
+{
+    kvp_pool_follow(pool);
+}
+
+static void remember(void *pool)
+{
+    world_remember(pool, KEYS);
+}
+
+static void compare(void *pool)
+{
+    world_compare(pool, KEYS);
+}
+
+static void check(void)
+{
+    world_check(owner);
+    world_check(reader);
+}
+
+static void make(uint32_t workers)
+{
+    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers});
+    reader = world_join(1);
+}
+
+static void finish(void)
+{
+    world_spawn(owner, remember, EX_LAST);
+    world_spawn(reader, compare, EX_LAST);
+}
+
+static void publish_setup(void)
+{
+    make(1);
+    world_spawn(owner, put_two, 0);
+    world_spawn(reader, use_whole, 0);
+    finish();
+}
+const struct ex_scenario scenario_publish = {.name = "publish", .what = "two keys published at once, looked for by another host",
+                                    .setup = publish_setup, .check = check, .seconds = 10};
+
+/* Two workers of the reading host follow at once, one of them dies. */
+static void keeper(void *pool)
+{
+    world_recover(pool);
+}
+
+static void follow_crash_setup(void)
+{
+    make(2);
+    kvp_pool *second = world_join(1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(second, use_one, EX_CRASHABLE);
+    world_spawn(reader, follow, 0);
+    world_spawn(reader, keeper, EX_LAST);
+    finish();
+}
+const struct ex_scenario scenario_follow_crash = {.name = "follow-crash", .what = "two workers follow a log, one dies doing it",
+                                         .setup = follow_crash_setup, .check = check, .died = world_died, .crashes = 1,
+                                         .seconds = 30};
+
+/* The publisher dies at any step, and is recovered by another worker of its host. */
+static void publish_crash_setup(void)
+{
+    make(2);
+    kvp_pool *second = world_join(0);
+    world_spawn(second, put_two, EX_CRASHABLE);
+    world_spawn(owner, keeper, EX_ON_CRASH);
+    world_spawn(reader, use_one, 0);
+    finish();
+}
+const struct ex_scenario scenario_publish_crash = {.name = "publish-crash", .what = "a worker dies while it publishes",
+                                          .setup = publish_crash_setup, .check = check, .died = world_died, .crashes = 1,
+                                          .seconds = 30};
+
+/* ---- a host that joins, one that was lapped ---- */
+
+static void join(void *none)
+{
+    (void)none;
+    kvp_pool *pool = world_open(1);
+    EX_CHECK(pool, "a host cannot join");
+    ((uint64_t *)(void *)ex_ghost)[0] = (uint64_t)(uintptr_t)pool;
+}
+
+/* Whatever had been published by then, and what came after, is found by the host that has joined. */
+static void compare_joined(void *none)
+{
+    (void)none;
+    world_compare((kvp_pool *)(uintptr_t)((uint64_t *)(void *)ex_ghost)[0], KEYS);
+}
+
+static void check_owner(void)
+{
+    world_check(owner);
+}
+
+static void join_setup(void)
+{
+    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = 1});
+    world_put(owner, 2, 1);
+    world_spawn(owner, put_two, 0);
+    world_spawn_machine(1, join, 0);
+    world_spawn(owner, remember, EX_LAST);
+    world_spawn_machine(1, compare_joined, EX_LAST);
+}
+const struct ex_scenario scenario_joining = {.name = "join", .what = "a host joins while another evicts and publishes",
+                                    .setup = join_setup, .check = check_owner, .seconds = 60};
+
+static void lapped_setup(void)
+{
+    make(1);
+    for (uint32_t i = 0; i + 1 < owner->arena.layout.log_records; i++) /* room for one more record */
+        kvp_log_event(owner, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
+    world_spawn(owner, put_two, 0);
+    world_spawn(reader, follow, 0);
+    finish();
+}
+const struct ex_scenario scenario_lapped = {.name = "lapped", .what = "a host that reads a log is lapped by two publications",
+                                   .setup = lapped_setup, .check = check, .seconds = 60};
+
+/* ---- removal ---- */
+
+static void remove_one(void *pool)
+{
+    struct kvp_key key = world_key(0);
+
+    kvp_remove(pool, 0, &key, 1);
+}
+
+static void follow_twice(void *pool)
+{
+    kvp_pool_follow(pool);
+    world_merge(pool, 1);
+    kvp_pool_follow(pool);
+}
+
+static void must_be_gone(void *pool)
+{
+    kvp_pool_follow(pool);
+    EX_CHECK(!world_use(pool, 0, 1), "a key that was removed is found by host %u", ((const kvp_pool *)pool)->host);
+}
+
+static void remove_setup(void)
+{
+    make(2);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(reader);
+    world_spawn(reader, remove_one, 0);
+    world_spawn(owner, follow, 0);
+    world_spawn(world_join(1), use_one, 0);
+    world_spawn(owner, must_be_gone, EX_LAST);
+    world_spawn(reader, must_be_gone, EX_LAST);
+    finish();
+}
+const struct ex_scenario scenario_removal = {.name = "remove", .what = "a host removes a key of another's, and a worker of it reads that",
+                                    .setup = remove_setup, .check = check, .seconds = 60};
+
+/* A removal of an old publication must not hit the next one under the same key. */
+static void remove_and_put(void *pool)
+{
+    struct kvp_key key = world_key(0);
+
+    kvp_remove(pool, 0, &key, 1);
+    world_merge(pool, 1);
+    world_put(pool, 0, 1);
+    ex_ghost[0] = 1;
+}
+
+static void must_be_there(void *pool)
+{
+    kvp_pool_follow(pool);
+    EX_CHECK(!ex_ghost[0] || ex_ghost[1] || world_use(pool, 0, 1), "a key that was published after a removal is not found");
+}
+
+static void remove_race_setup(void)
+{
+    make(1);
+    world_put(owner, 0, 1);
+    kvp_pool_follow(reader);
+    world_spawn(owner, remove_and_put, 0);
+    world_spawn(reader, follow_twice, 0);
+    world_spawn(owner, must_be_there, EX_LAST);
+    world_spawn(reader, must_be_there, EX_LAST);
+    finish();
+}
+const struct ex_scenario scenario_remove_race = {.name = "remove-again", .what = "a key is removed and published again, another host follows",
+                                        .setup = remove_race_setup, .check = check, .seconds = 60};

@@ -1,0 +1,137 @@
+/* pins.c -- a host reads blocks of another, in place or by copy, while the owner evicts them and fills them anew. */
+#include "scenarios.h"
+#include "world.h"
+
+enum { KEYS = 4 };
+
+static kvp_pool *owner, *reader;
+
+/* Two blocks, full: whoever wants room evicts. The reader's host knows them. */
+static void make(uint32_t workers, uint32_t lines)
+{
+    owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers, .lines = lines});
+    reader = world_join(1);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(reader);
+}
+
+static void put_one(void *pool)
+{
+    world_put(pool, 2, 1);
+}
+
+static void put_two(void *pool)
+{
+    world_put(pool, 2, 2);
+}
+
+static void use_one(void *pool)
+{
+    world_use(pool, 0, 1);
+}
+
+static void use_two(void *pool)
+{
+    world_use(pool, 0, 2);
+}
+
+static void use_twice(void *pool)
+{
+    world_use(pool, 0, 1);
+    world_merge(pool, 1);
+    world_use(pool, 2, 1);
+}
+
+static void copy_twice(void *pool)
+{
+    world_read(pool, 0);
+    world_merge(pool, 1);
+    world_read(pool, 2);
+}
+
+static void remember(void *pool)
+{
+    world_remember(pool, KEYS);
+}
+
+static void compare(void *pool)
+{
+    world_compare(pool, KEYS);
+}
+
+/* Nothing is pinned any more, so both blocks can be evicted. */
+static void fill_again(void *pool)
+{
+    int published = world_put(pool, 8, 2);
+
+    EX_CHECK(published == 2, "all pins are taken back, and %d of 2 blocks can be evicted", published);
+}
+
+static void finish(void)
+{
+    world_spawn(owner, remember, EX_LAST);
+    world_spawn(reader, compare, EX_LAST);
+    world_spawn(owner, fill_again, EX_LAST);
+}
+
+static void pin_check(void)
+{
+    world_check(owner);
+}
+
+static void pin_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, use_twice, 0);
+}
+const struct ex_scenario scenario_pin = {.name = "pin", .what = "a host pins a block of another, which evicts it, and then the new one",
+                                .setup = pin_setup, .check = pin_check, .seconds = 10};
+
+static void pin_after_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, use_one, 0);
+    finish();
+}
+const struct ex_scenario scenario_pin_after = {.name = "pin-after", .what = "the same, and what everybody sees afterwards",
+                                      .setup = pin_after_setup, .check = pin_check, .seconds = 10};
+
+static void pin_batch_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_two, 0);
+    world_spawn(reader, use_two, 0);
+}
+const struct ex_scenario scenario_pin_batch = {.name = "pin-batch", .what = "a host pins two blocks of another at once, which evicts both",
+                                      .setup = pin_batch_setup, .check = pin_check, .seconds = 10};
+
+static void pin_own_setup(void)
+{
+    make(2, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(world_join(0), use_one, 0);
+    world_spawn(reader, use_one, 0);
+}
+const struct ex_scenario scenario_pin_own = {.name = "pin-own", .what = "a worker of the owner and one of another host pin a block",
+                                    .setup = pin_own_setup, .check = pin_check, .seconds = 10};
+
+static void copy_setup(void)
+{
+    make(1, 2);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, copy_twice, 0);
+}
+const struct ex_scenario scenario_copy = {.name = "copy", .what = "a host copies a block of another out, which evicts it",
+                                 .setup = copy_setup, .check = pin_check, .seconds = 10};
+
+static void copy_after_setup(void)
+{
+    make(1, 2);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, copy_twice, 0);
+    finish();
+}
+const struct ex_scenario scenario_copy_after = {.name = "copy-after", .what = "the same, and what everybody sees afterwards",
+                                       .setup = copy_after_setup, .check = pin_check, .seconds = 10};

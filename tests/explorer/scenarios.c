@@ -1,0 +1,14 @@
+/* scenarios.c -- the list of all. */
+#include "scenarios.h"
+
+#include <stddef.h>
+
+const struct ex_scenario *const ex_scenarios[] = {
+    &scenario_kernel_message, &scenario_kernel_pin, &scenario_kernel_pin_two,
+    &scenario_ownership, &scenario_recoverers,
+    &scenario_log_lapped, &scenario_log_crash, &scenario_insert, &scenario_insert_crash,
+    &scenario_pin, &scenario_pin_after, &scenario_pin_batch, &scenario_pin_own, &scenario_copy, &scenario_copy_after,
+    &scenario_publish, &scenario_follow_crash, &scenario_publish_crash, &scenario_joining, &scenario_lapped, &scenario_removal, &scenario_remove_race,
+    &scenario_giving, &scenario_giving_pinned, &scenario_revoking, &scenario_giver_crash, &scenario_taker_crash,
+    NULL,
+};

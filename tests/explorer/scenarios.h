@@ -1,0 +1,13 @@
+/* scenarios.h -- all of them; each file says what it is about. */
+#ifndef SCENARIOS_H
+#define SCENARIOS_H
+#include "explorer.h"
+
+extern const struct ex_scenario scenario_kernel_message, scenario_kernel_pin, scenario_kernel_pin_two;
+extern const struct ex_scenario scenario_ownership, scenario_recoverers;
+extern const struct ex_scenario scenario_log_lapped, scenario_log_crash, scenario_insert, scenario_insert_crash;
+extern const struct ex_scenario scenario_pin, scenario_pin_after, scenario_pin_batch, scenario_pin_own, scenario_copy, scenario_copy_after;
+extern const struct ex_scenario scenario_publish, scenario_follow_crash, scenario_publish_crash, scenario_joining, scenario_lapped, scenario_removal, scenario_remove_race;
+extern const struct ex_scenario scenario_giving, scenario_giving_pinned, scenario_revoking, scenario_giver_crash, scenario_taker_crash;
+
+#endif

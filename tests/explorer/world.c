@@ -1,0 +1,279 @@
+/* world.c -- pools for the scenarios. */
+#include "world.h"
+
+#include <string.h>
+
+enum { BATCH = 4 };
+
+static const struct kvp_layout *first_layout;
+static uint32_t lines;
+static struct part {
+    kvp_pool *pool;
+    void (*run)(void *pool);
+} part[EX_THREADS]; /* by number of the thread */
+static int parts;
+
+static void label(const kvp_pool *pool)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+    const struct kvp_layout *layout = &arena->layout;
+
+    ex_label(arena->roster.hosts, layout->hosts * sizeof(struct kvp_host), sizeof(struct kvp_host), "host");
+    ex_label(arena->owners, layout->hosts * kvp_row(layout->segments) * 8, 8, "owner");
+    ex_label(arena->pin_high, layout->hosts * kvp_row(layout->workers) * 8, 8, "pin_high");
+    ex_label(arena->pins, (uint64_t)layout->hosts * layout->workers * layout->pin_slots * 8, 8, "pin");
+    ex_label(arena->logs, (uint64_t)layout->hosts * layout->workers * layout->log_records * 32, 32, "record");
+    ex_label(class->words, class->blocks * 8ull, 8, "word");
+    ex_label(class->labels, class->blocks * 16ull, 16, "label");
+    ex_label(class->data, layout->payload_bytes, class->stride, "payload");
+}
+
+static void label_host(const kvp_pool *pool)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+
+    ex_label(arena->head, sizeof *arena->head, 8, "head");
+    ex_label(arena->roster.sights, arena->layout.hosts * sizeof(struct kvp_sight), sizeof(struct kvp_sight), "sight");
+    ex_label(arena->slots, arena->layout.workers * sizeof(struct kvp_slot), sizeof(struct kvp_slot), "slot");
+    ex_label(arena->read, (uint64_t)arena->layout.hosts * arena->layout.workers * 8, 8, "read");
+    ex_label(arena->segments, arena->layout.segments * 8ull, 8, "segment");
+    ex_label(class->scores, class->blocks * 8ull, 8, "score");
+    ex_label(class->tags, class->blocks * 16ull, 16, "tag");
+    ex_label(class->known, class->blocks * 8ull, 8, "known");
+    ex_label(class->hints, 8, 8, "hints");
+    ex_label(class->summary, 8, 8, "summary");
+    ex_label(pool->directory, pool->homes * KVP_HOME_ENTRIES * 16, 16, "entry");
+    ex_label(pool->spilled, pool->homes * 8, 8, "spilled");
+}
+
+kvp_pool *world_make(const struct world_request *request)
+{
+    /* A line of words has one owner, so with several hosts each has 8 blocks. */
+    uint32_t blocks = request->hosts > 1 ? 8 * request->hosts : request->blocks;
+    struct kvp_request wanted = {.blocks = blocks, .workers = request->workers + 1, .classes = 1,
+                                 .hosts = request->hosts, .host = 0};
+    kvp_pool *pool;
+
+    standins_reset();
+    parts = 0;
+    lines = request->lines ? request->lines : 1;
+    wanted.stride[0] = lines * KVP_LINE;
+    int status = kvp_pool_create("explore:", &wanted, "lru", &pool);
+    EX_CHECK(status == KVP_OK, "the pool cannot be made: %d", status);
+    first_layout = &pool->arena.layout;
+    label(pool);
+    label_host(pool);
+    if (blocks > request->blocks)
+        world_hoard(0, request->blocks);
+    return pool;
+}
+
+void world_hoard(uint32_t host, uint32_t leave)
+{
+    uint32_t number[8];
+
+    EX_CHECK(kvp_reserve(world_join(host), 0, 8 - leave, number) == KVP_OK, "no %u blocks to hoard", 8 - leave);
+}
+
+kvp_pool *world_join(uint32_t host)
+{
+    kvp_pool *pool;
+    int status = kvp_pool_open("explore:", host, &pool);
+
+    EX_CHECK(status == KVP_OK, "a worker of host %u cannot join: %d", host, status);
+    label_host(pool);
+    return pool;
+}
+
+/* When a thread has ended only what its handle holds is left of it. */
+static void play(void *argument)
+{
+    const struct part *mine = argument;
+
+    mine->run(mine->pool);
+    world_merge(mine->pool, UINT64_MAX);
+}
+
+kvp_pool *world_open(uint32_t host)
+{
+    kvp_pool *pool = NULL;
+
+    return kvp_pool_open("explore:", host, &pool) == KVP_OK ? pool : NULL;
+}
+
+static void play_alone(void *argument)
+{
+    ((const struct part *)argument)->run(NULL);
+    ex_merge(UINT64_MAX);
+}
+
+int world_spawn_machine(int machine, void (*run)(void *), unsigned flags)
+{
+    struct part *mine = &part[parts++];
+
+    *mine = (struct part){NULL, run};
+    standins_add_machine(machine, first_layout->host_bytes);
+    return ex_spawn(machine, play_alone, mine, flags);
+}
+
+int world_spawn(kvp_pool *pool, void (*run)(void *), unsigned flags)
+{
+    struct part *mine = &part[parts++];
+
+    *mine = (struct part){pool, run};
+    return ex_spawn((int)pool->host, play, mine, flags);
+}
+
+void world_died(int thread)
+{
+    standins_mark_dead(thread, &part[thread].pool->keeper);
+}
+
+static uint64_t hash_bytes(uint64_t hash, const void *p, uint64_t bytes)
+{
+    for (uint64_t i = 0; i + 4 <= bytes; i += 4) {
+        uint32_t part;
+        memcpy(&part, (const uint8_t *)p + i, sizeof part);
+        hash = (hash ^ part) * 0x9e3779b97f4a7c15ull;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+void world_merge(const kvp_pool *pool, uint64_t place)
+{
+    const struct kvp_arena *arena = &pool->arena;
+    const struct kvp_class *class = &arena->class[0];
+    const struct kvp_magazine *magazine = &class->magazine;
+    const struct kvp_heap *heap = &pool->heap[0];
+    const uint64_t plain[] = {pool->clock_seen, pool->foreign, pool->evictions, pool->log_sequence, pool->used_count,
+                              arena->pin_free_count, arena->pin_top, arena->pin_high_seen, arena->pins_held, heap->count,
+                              heap->aside, heap->pops, heap->built};
+    uint64_t hash = hash_bytes(place, magazine, offsetof(struct kvp_magazine, block) + magazine->count * sizeof(uint32_t));
+
+    hash = hash_bytes(hash, plain, sizeof plain);
+    hash = hash_bytes(hash, pool->used, pool->used_count * sizeof *pool->used);
+    hash = hash_bytes(hash, class->pin_slot, class->blocks * sizeof *class->pin_slot);
+    hash = hash_bytes(hash, class->pinned, (class->blocks / 64 + 1) * sizeof *class->pinned);
+    hash = hash_bytes(hash, arena->pin_count, arena->pin_top * sizeof *arena->pin_count);
+    hash = hash_bytes(hash, arena->pin_free, arena->pin_free_count * sizeof *arena->pin_free);
+    for (uint32_t i = 0; i < heap->count; i++)
+        hash = hash_bytes(hash, &heap->item[i], sizeof(uint64_t) + sizeof(uint32_t));
+    ex_merge(hash);
+}
+
+/* ---- keys ---- */
+
+struct kvp_key world_key(uint32_t k)
+{
+    return (struct kvp_key){0x100000000ull | (k / 8 + 1), 0x1000 + k};
+}
+
+uint64_t world_content(uint32_t k, uint32_t line)
+{
+    return 0xc0de0000ull + k * 256 + line;
+}
+
+static void fill(kvp_pool *pool, uint32_t number, uint32_t k)
+{
+    uint64_t bytes[64] = {0};
+
+    for (uint32_t line = 0; line < lines; line++)
+        bytes[line * 8] = world_content(k, line);
+    kvp_fill(pool, 0, number, bytes, (uint64_t)lines * KVP_LINE);
+}
+
+int world_put(kvp_pool *pool, uint32_t k, uint32_t n)
+{
+    struct kvp_key key[BATCH];
+    uint32_t number[BATCH];
+    uint64_t ref[BATCH];
+
+    if (kvp_reserve(pool, 0, n, number) != KVP_OK)
+        return 0;
+    for (uint32_t i = 0; i < n; i++) {
+        key[i] = world_key(k + i);
+        fill(pool, number[i], k + i);
+    }
+    int64_t published = kvp_publish(pool, 0, number, key, n, ref);
+    return published < 0 ? 0 : (int)published;
+}
+
+void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
+{
+    const nc_u64 *data = (const nc_u64 *)(const void *)kvp_block_data(&pool->arena, (uint32_t)ref);
+
+    for (uint32_t line = 0; line < lines; line++) {
+        uint64_t seen = nc_load(&data[line * 8]);
+        EX_CHECK(seen == world_content(k, line), "block %u under key %u: line %u holds %#llx, not %#llx", (uint32_t)ref, k, line,
+                 (unsigned long long)seen, (unsigned long long)world_content(k, line));
+    }
+}
+
+int world_use(kvp_pool *pool, uint32_t k, uint32_t n)
+{
+    struct kvp_key key[BATCH];
+    uint64_t ref[BATCH] = {0};
+
+    for (uint32_t i = 0; i < n; i++)
+        key[i] = world_key(k + i);
+    int64_t pinned = kvp_match(pool, 0, key, n, ref);
+    for (int64_t i = 0; i < pinned; i++)
+        world_look(pool, ref[i], k + (uint32_t)i);
+    if (pinned > 0)
+        kvp_unpin_refs(pool, ref, (uint32_t)pinned);
+    return pinned < 0 ? 0 : (int)pinned;
+}
+
+int world_read(kvp_pool *pool, uint32_t k)
+{
+    struct kvp_key key = world_key(k);
+    uint64_t bytes[64];
+    void *to = bytes;
+    uint8_t got = 0;
+
+    if (kvp_read(pool, 0, &key, 1, &to, (uint64_t)lines * KVP_LINE, &got) != 1)
+        return 0;
+    for (uint32_t line = 0; line < lines; line++)
+        EX_CHECK(bytes[line * 8] == world_content(k, line), "a copy of key %u: line %u holds %#llx, not %#llx", k, line,
+                 (unsigned long long)bytes[line * 8], (unsigned long long)world_content(k, line));
+    return 1;
+}
+
+/* ---- afterwards ---- */
+
+int world_recover(kvp_pool *pool)
+{
+    return standins_look_around(&pool->keeper);
+}
+
+/* The end of the oracles' memory: a bit for each key that is there. */
+#define THERE (((uint64_t *)(void *)ex_ghost)[EX_GHOST_BYTES / 8 - 1])
+
+void world_remember(kvp_pool *pool, uint32_t keys)
+{
+    for (uint32_t k = 0; k < keys; k++)
+        if (world_use(pool, k, 1))
+            THERE |= 1ull << k;
+}
+
+void world_compare(kvp_pool *pool, uint32_t keys)
+{
+    kvp_pool_follow(pool);
+    for (uint32_t k = 0; k < keys; k++) {
+        int there = (int)(THERE >> k & 1), found = world_use(pool, k, 1);
+        EX_CHECK(there == found, "key %u: its host has it: %d, host %u finds it: %d", k, there, pool->host, found);
+    }
+}
+
+void world_check(kvp_pool *pool)
+{
+    struct kvp_check check = {0};
+
+    ex_view((int)pool->host);
+    kvp_arena_check(&pool->arena, &check);
+    kvp_directory_check(pool, &check);
+    EX_CHECK(!check.problems, "check: %s", check.first);
+}

@@ -1,0 +1,64 @@
+/* world.h -- pools for the scenarios: hosts and workers, what they store, what they must find. */
+#ifndef WORLD_H
+#define WORLD_H
+#include "explorer.h"
+#include "native/handle.h"
+
+/* Of all workers; scenarios set it before the threads run. */
+extern uint64_t world_time_ns;
+
+struct world_request {
+    uint32_t hosts, workers; /* one more worker of each host than is asked for: the hoarder */
+    uint32_t blocks;         /* that a host can use; it has 8 if there are several hosts */
+    uint32_t lines;          /* of 64 bytes a block; 0: 1 */
+};
+/* A new pool; host 0 makes it and is its first worker. */
+kvp_pool *world_make(const struct world_request *request);
+/* Reserve all blocks of the worker's host but `leave`, for a worker that never does anything: a host of few blocks. */
+void world_hoard(uint32_t host, uint32_t leave);
+/* One more worker of a host. */
+kvp_pool *world_join(uint32_t host);
+/* In a run: a process that opens the pool as a worker of `host`; NULL if it is refused. Its thread is spawned by
+ * world_spawn_machine: it runs on `machine`, and has no handle before. */
+kvp_pool *world_open(uint32_t host);
+int world_spawn_machine(int machine, void (*run)(void *none), unsigned flags);
+/* A thread that is the worker `pool`. */
+int world_spawn(kvp_pool *pool, void (*run)(void *pool), unsigned flags);
+/* ex_scenario.died: the kernel marks the lock of the worker. */
+void world_died(int thread);
+/* The thread keeps nothing but what its handle holds, and is at `place`: see ex_merge. */
+void world_merge(const kvp_pool *pool, uint64_t place);
+
+/* ---- keys and what belongs to them ---- */
+
+struct kvp_key world_key(uint32_t k);
+/* What line `line` of a block under key k holds. */
+uint64_t world_content(uint32_t k, uint32_t line);
+/* Reserve, fill and publish a block under each of the keys k to k + n - 1: how many were published. */
+int world_put(kvp_pool *pool, uint32_t k, uint32_t n);
+/* Match keys k to k + n - 1, look at every byte under the pins, unpin. Returns how many were there. */
+int world_use(kvp_pool *pool, uint32_t k, uint32_t n);
+/* Read key k by copy: 1 if it was there. */
+int world_read(kvp_pool *pool, uint32_t k);
+/* The payload of a block must be that of key k, as this thread's host sees it. */
+void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k);
+
+/* ---- afterwards ---- */
+
+/* For threads that are EX_LAST: what one host has, by itself, of keys 0 to n - 1, is what another host, that has caught
+ * up, finds; every byte is looked at. */
+void world_remember(kvp_pool *pool, uint32_t keys);
+void world_compare(kvp_pool *pool, uint32_t keys);
+
+/* Recover whoever died, as the keepers of the host do. */
+int world_recover(kvp_pool *pool);
+/* The pool's own check finds nothing, as the host of the pool sees it; in ex_scenario.check. */
+void world_check(kvp_pool *pool);
+
+/* For standins.c. */
+void standins_reset(void);
+void standins_add_machine(int machine, uint64_t bytes);
+void standins_mark_dead(int thread, const struct kvp_keeper *keeper);
+int standins_look_around(struct kvp_keeper *keeper);
+
+#endif
