@@ -163,7 +163,7 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     }
     kvp_lines_end(&lines);
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = n; i-- > 0;) { /* the last first again: another host that follows the log learns the first key last */
         if (!refs[i])
             continue;
         struct kvp_key key = kvp_key_at(keys, i);
