@@ -152,11 +152,13 @@ int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to,
     return kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_TAKING ? -1 : 1;
 }
 
+/* Also one that we had begun to take back, too late. */
 static void see_offer(struct kvp_arena *arena, uint32_t segment)
 {
     uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]), seen = kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0);
+    enum kvp_owner_state state = kvp_owner_state(own);
 
-    if (kvp_owner_state(own) == KVP_OWNER_OFFER && kvp_owner_peer(own) < arena->layout.hosts &&
+    if ((state == KVP_OWNER_OFFER || state == KVP_OWNER_REVOKING) && kvp_owner_peer(own) < arena->layout.hosts &&
         kvp_offer_fate(arena, segment, kvp_owner_peer(own), kvp_owner_epoch(own)) == 1 &&
         co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0)))
         co_store32(&arena->head->stale, 1); /* what the taker has published there until now was not learned */

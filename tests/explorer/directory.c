@@ -54,6 +54,8 @@ static void make(uint32_t workers)
 {
     owner = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = workers});
     reader = world_join(1);
+    kvp_pool_follow(reader); /* it knows that the other has started */
+    kvp_pool_follow(owner);
 }
 
 static void finish(void)

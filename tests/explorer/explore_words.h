@@ -24,6 +24,8 @@
 #define co_and(p, v) ex_change(&(p)->co64, EX_AND, (v), 8, EX_SITE(EX_CHANGE))
 #define co_cas(p, seen, v) ex_cas(&(p)->co64, (seen), (v), 8, EX_SITE(EX_CAS))
 
+#define co_full_fence() ex_host_fence(EX_SITE(EX_HOST_FENCE))
+
 #define nc_load(p) ex_load(&(p)->nc64, 8, EX_SITE(EX_LOAD))
 #define nc_load_relaxed(p) ex_load(&(p)->nc64, 8, EX_SITE(EX_LOAD))
 #define nc_store(p, v) ex_store(&(p)->nc64, (v), 8, EX_SITE(EX_STORE))

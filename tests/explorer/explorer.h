@@ -8,7 +8,7 @@
  *  - Stores of each worker pass a buffer in order (x86-TSO). Write-backs and invalidates may be late: they wait for
  *    older stores to the same line and for an older write fence, and for nothing else. A write fence orders later
  *    stores, write-backs and invalidates; no load waits for it. A read fence completes invalidates; it does not wait
- *    for stores. A full fence, and each locked operation, empties the buffer.
+ *    for stores. A full fence, and each locked operation, empties the buffer; a host fence empties it of stores.
  *  - Each host has a write-back cache of 64-byte lines over non-coherent memory. Any dirty line may be evicted, any
  *    clean line dropped, any line fetched early, at any moment where that makes a difference.
  *  - A worker dies at any step; its host's cache lives on. A host dies at any step; each dirty line is then flushed
@@ -38,7 +38,7 @@ enum {
  * operation is done in two steps that others can come between; EX_WEAK makes a full fence a write fence). */
 enum ex_kind {
     EX_LOAD, EX_STORE, EX_CAS, EX_CHANGE, EX_WRITE_BACK, EX_INVALIDATE, EX_WRITE_FENCE, EX_READ_FENCE, EX_FULL_FENCE,
-    EX_STEP, EX_KINDS
+    EX_HOST_FENCE, EX_STEP, EX_KINDS
 };
 enum ex_mutation { EX_AS_WRITTEN, EX_REMOVED, EX_WEAK };
 
@@ -72,6 +72,7 @@ void ex_invalidate(const void *p, uint64_t bytes, struct ex_site *site);
 void ex_write_fence(struct ex_site *site);
 void ex_read_fence(struct ex_site *site);
 void ex_full_fence(struct ex_site *site);
+void ex_host_fence(struct ex_site *site);
 
 /* ---- a scenario ---- */
 

@@ -14,6 +14,7 @@ static void make(uint32_t workers, uint32_t published)
     world_hoard(1, 0);
     world_put(giver, 0, published);
     kvp_pool_follow(taker);
+    kvp_pool_follow(giver);
 }
 
 static void give(void *pool)
@@ -25,6 +26,7 @@ static void give_and_revoke(void *pool)
 {
     kvp_pool_give(pool, 1, 1);
     world_merge(pool, 1);
+    ex_ghost[0] = 1;
     kvp_pool_revoke(pool);
     world_merge(pool, 2);
     world_put(pool, 2, 1);
@@ -49,10 +51,12 @@ static void keeper(void *pool)
     world_recover(pool);
 }
 
-/* Afterwards, when every host has caught up, each segment is exactly one host's. */
+/* Afterwards, when every host has caught up, and asked again for what it wanted back, each segment is exactly one host's. */
 static void count(void *pool)
 {
     kvp_pool_follow(pool);
+    if (ex_ghost[0])
+        kvp_pool_revoke(pool);
     kvp_pool_follow(pool);
     ex_ghost[8 + ((const kvp_pool *)pool)->host] = (uint8_t)kvp_owned(&((const kvp_pool *)pool)->arena);
 }

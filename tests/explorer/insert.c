@@ -14,9 +14,11 @@ static void find(void *pool)
     world_use(pool, 0, 1);
 }
 
+/* What keepers do from then on: recover, and at the next tick make known what the dead had published. */
 static void keeper(void *pool)
 {
     world_recover(pool);
+    kvp_pool_follow(pool);
 }
 
 static void insert_check(void)

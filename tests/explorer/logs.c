@@ -76,7 +76,7 @@ static void succeed(void *argument)
 
 static void replay(void *pool)
 {
-    kvp_replay(pool);
+    kvp_replay(pool, 0);
 }
 
 static void log_crash_check(void)
@@ -93,6 +93,7 @@ static void log_crash_setup(void)
     writer = world_make(&(struct world_request){.blocks = 8, .hosts = 2, .workers = 2});
     successor = world_join(0);
     reader = world_join(1);
+    kvp_pool_follow(reader);
     world_spawn(writer, write_events, EX_CRASHABLE);
     world_spawn(successor, succeed, EX_ON_CRASH);
     world_spawn(reader, replay, 0);

@@ -304,27 +304,37 @@ void ex_write_fence(struct ex_site *site)
     put_in(FENCE, 0, 0, 0);
 }
 
-static int has_invalidates(const struct thread *thread)
+/* The first entry of a kind, or the number of entries. */
+static int first_of(const struct thread *thread, enum entry_kind kind)
 {
-    for (int i = 0; i < thread->buffered; i++)
-        if (thread->buffer[i].kind == INVALIDATE)
-            return 1;
-    return 0;
+    int at = 0;
+
+    while (at < thread->buffered && thread->buffer[at].kind != kind)
+        at++;
+    return at;
+}
+
+/* Empty the buffer of all entries of a kind, and of what they wait for. */
+static void drain_kind(enum entry_kind kind, const char *name, struct ex_site *site)
+{
+    struct thread *thread = current();
+
+    if (!fence(site) || first_of(thread, kind) == thread->buffered)
+        return;
+    ex_point(1, site);
+    ex_trace(site, "%s fence", name);
+    for (int at; (at = first_of(thread, kind)) < thread->buffered;)
+        ex_drain(thread, ex_may_drain(thread, at) ? at : 0);
 }
 
 void ex_read_fence(struct ex_site *site)
 {
-    if (!fence(site) || !has_invalidates(current()))
-        return;
-    ex_point(1, site);
-    ex_trace(site, "read fence");
-    struct thread *thread = current();
-    while (has_invalidates(thread)) {
-        int at = 0;
-        while (thread->buffer[at].kind != INVALIDATE)
-            at++;
-        ex_drain(thread, ex_may_drain(thread, at) ? at : 0);
-    }
+    drain_kind(INVALIDATE, "read", site);
+}
+
+void ex_host_fence(struct ex_site *site)
+{
+    drain_kind(STORE, "host", site);
 }
 
 void ex_full_fence(struct ex_site *site)

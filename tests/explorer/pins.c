@@ -13,6 +13,7 @@ static void make(uint32_t workers, uint32_t lines)
     reader = world_join(1);
     world_put(owner, 0, 2);
     kvp_pool_follow(reader);
+    kvp_pool_follow(owner);
 }
 
 static void put_one(void *pool)

@@ -4,13 +4,15 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* as some of those files do, before the headers here decide otherwise */
 #endif
+#include <sched.h>
 #include <stdlib.h>
 #include <sys/random.h>
 #include <time.h>
 
 void *standin_calloc(size_t n, size_t bytes);
 void *standin_realloc(void *old, size_t bytes);
-int standin_sleep(const struct timespec *pause);
+int standin_sleep(const struct timespec *pause, struct timespec *left);
+int standin_yield(void);
 int standin_clock_gettime(clockid_t clock, struct timespec *out);
 
 #define malloc(bytes) standin_calloc(1, bytes)
@@ -18,7 +20,8 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out);
 #define realloc(old, bytes) standin_realloc(old, bytes)
 #define free(p) ((void)(p))
 #define clock_gettime(clock, out) standin_clock_gettime(clock, out)
-#define nanosleep(pause, left) standin_sleep(pause)
+#define nanosleep(...) standin_sleep(__VA_ARGS__)
+#define sched_yield() standin_yield()
 #define getrandom(p, bytes, flags) (__builtin_memset((p), 0x5a, (bytes)), (long)(bytes))
 
 #endif
