@@ -146,7 +146,7 @@ void kvp_arena_start(struct kvp_arena *arena)
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         uint64_t own = nc_load(&kvp_owners(arena, arena->host)[s]);
         enum kvp_segment_state state = KVP_SEGMENT_FOREIGN;
-        if (kvp_owner(arena, s) == arena->host)
+        if (kvp_owner(arena, s) == arena->host && !arena->roster.yields)
             state = kvp_owner_state(own) == KVP_OWNER_TAKEN ? KVP_SEGMENT_MOVING : KVP_SEGMENT_OFFERED;
         else if (kvp_owner_state(own) == KVP_OWNER_TAKING) { /* the giver takes it back */
             nc_store(&kvp_owners(arena, arena->host)[s], kvp_owner_word(kvp_owner_epoch(own), kvp_owner_peer(own),
@@ -204,4 +204,21 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
     }
     kvp_recover_segments(arena, KVP_NO_WORKER);
     return adopted;
+}
+
+uint32_t kvp_owners_reclaim(struct kvp_arena *arena)
+{
+    uint32_t back = 0;
+
+    for (uint32_t s = 0; s < arena->layout.segments; s++) {
+        uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0), own = nc_load(&kvp_owners(arena, arena->host)[s]);
+        if (kvp_owner(arena, s) != arena->host || kvp_owner_state(own) != KVP_OWNER_TAKEN ||
+            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+            continue;
+        kvp_segment_refresh(arena, s);
+        kvp_segment_settle(arena, s);
+        back++;
+    }
+    kvp_recover_segments(arena, KVP_NO_WORKER);
+    return back;
 }

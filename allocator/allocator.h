@@ -145,7 +145,8 @@ struct kvp_head {
     co_u64 incarnation;        /* of the host */
     co_u64 life;               /* of the pool, as last refreshed */
     co_u64 beaten;             /* CLOCK_BOOTTIME of the last beat */
-    co_u64 fenced;             /* 1: this host was declared lost */
+    co_u32 fenced;             /* 1: this host was declared lost */
+    co_u32 yields;             /* 1: it is back, and its former life is being adopted: it owns nothing until that is over */
     co_u32 replayer;           /* worker + 1 that has the turn to replay logs and to make segments ours, or 0 */
     co_u32 stale;              /* 1: what is known is to be compared with all words */
     co_u64 asked;              /* other hosts have been asked to remove blocks: CLOCK_MONOTONIC of the next look; or 0 */
@@ -467,6 +468,8 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment);
 void kvp_forget_former(struct kvp_arena *arena, uint32_t segment);
 /* Drop our cached copies of all that a segment holds, and fence. */
 void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment);
+/* Take back what the rows say is ours and we had to yield: the adopter has withdrawn. Returns how many segments. */
+uint32_t kvp_owners_reclaim(struct kvp_arena *arena);
 /* Segments that are ours. */
 uint32_t kvp_owned(const struct kvp_arena *arena);
 

@@ -239,7 +239,7 @@ uint32_t kvp_owners_tick(struct kvp_arena *arena)
         enum kvp_segment_state state = kvp_segment_state(co_load(&arena->segments[s]));
         if (state == KVP_SEGMENT_OFFERED)
             see_offer(arena, s);
-        if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota))
+        if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota) || co_load32(&arena->head->yields))
             continue;
         for (uint32_t h = 0; h < arena->layout.hosts; h++) {
             uint64_t word = nc_load(&kvp_owners(arena, h)[s]);

@@ -80,10 +80,12 @@ static int close_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
         nc_write_back(&class->words[number], 8);
         return 1;
     }
-    if (kvp_word_state(word) == KVP_ABSENT)
-        return 1;
-    if (kvp_word_state(word) != KVP_FREE ||
-        !nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_ABSENT)))
+    if (kvp_word_state(word) == KVP_ABSENT && !kvp_is_ours(arena, c, number))
+        return 1; /* its line lies in another host's segment, too: nobody opens it */
+    /* A new generation, also of one that is ABSENT already: whoever saw it so while the segment was held, and is about to
+     * open it, must not succeed now. */
+    if ((kvp_word_state(word) != KVP_FREE && kvp_word_state(word) != KVP_ABSENT) ||
+        !nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT)))
         return 0;
     nc_write_back(&class->words[number], 8);
     return 1;

@@ -351,7 +351,7 @@ uint64_t kvp_fork_count(void);
  * A host whose own beat is late looks for its incarnation there before it publishes.
  *
  * Invariants: incarnation grows with each start of the host, and is in memory before anything else of that start;
- *             adopted[h] never exceeds the incarnation of host h.
+ *             adopted[h] never names a later incarnation than host h has.
  */
 #define KVP_HOSTS_MAX 64u
 
@@ -364,10 +364,20 @@ struct kvp_host {
     nc_u64 tables;       /* pins and logs of workers [0, tables) may be in use; only grows */
     nc_u64 wanted;       /* segments that it asks for */
     nc_u64 claim;        /* random: who won, should two machines claim this identity at once */
-    nc_u64 adopted[KVP_HOSTS_MAX]; /* incarnation of each host that this one has adopted */
+    nc_u64 adopted[KVP_HOSTS_MAX]; /* incarnation of each host that this one adopts << 2 | enum kvp_adoption; or 0 */
 };
 _Static_assert(offsetof(struct kvp_host, adopted) == KVP_LINE, "what is watched is one line");
 _Static_assert(sizeof(struct kvp_host) == KVP_LINE + 8 * KVP_HOSTS_MAX, "host slot layout");
+
+/* An adoption and a restart of the same host may come at one moment. The adopter writes its intent and then looks whether
+ * the incarnation is still the fenced one; the host writes its new incarnation and then looks for intents. Who adopts withdraws
+ * if the host is back; a host that finds an intent owns nothing of its former life until that is withdrawn or complete. */
+enum kvp_adoption {
+    KVP_ADOPTION_NONE,
+    KVP_ADOPTION_INTENT,    /* it may yet be withdrawn */
+    KVP_ADOPTION_DECIDED,   /* the host's segments are being taken */
+    KVP_ADOPTION_COMPLETE,  /* none is left */
+};
 
 /* What the workers of one host have seen of another; in their host's own memory. */
 struct kvp_sight {
@@ -395,6 +405,7 @@ struct kvp_roster {
     uint64_t incarnation;       /* of our host */
     uint64_t lease_ns;
     uint32_t count, self;
+    int yields;                 /* set by kvp_host_claim: our former incarnation is being adopted, or was */
 };
 
 /* Become host `self` under a new incarnation. The caller holds the lock of the host's memory, which is new. HOST: the
@@ -411,8 +422,15 @@ int kvp_host_assure(struct kvp_roster *roster);
 void kvp_host_leave(struct kvp_roster *roster);
 /* Is this incarnation of a host known to be fenced? Its pins count no more. */
 int kvp_host_fenced(const struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
-/* Write down that we adopt an incarnation of a host: it was reset, and the site has named us. */
-void kvp_host_adopt(struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+/* Write down that we adopt an incarnation of a host: it was reset, and the site has named us. 1: what it owned may be taken;
+ * 0: the host has come back meanwhile, and nothing has happened. */
+int kvp_host_adopt(struct kvp_roster *roster, uint32_t host, uint64_t incarnation);
+/* An adoption that we have written down and a death may have interrupted: 1 if it is decided and not complete. */
+int kvp_host_adopting(struct kvp_roster *roster, uint32_t host);
+/* Nothing is left to take. */
+void kvp_host_adopted(struct kvp_roster *roster, uint32_t host);
+/* How far the adoption of our former incarnation has come, if we had to yield to one. Refreshes. */
+enum kvp_adoption kvp_host_yielded(struct kvp_roster *roster);
 
 /* ---- log ---------------------------------------------------------------------------------------------
  * One ring of 32-byte records per worker, written by that worker alone; a record never crosses a line.

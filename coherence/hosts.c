@@ -53,7 +53,7 @@ static void see(struct kvp_roster *roster, uint32_t h, uint64_t now)
         co_store(&sight->since, now);
     }
     for (uint32_t lost = 0; lost < roster->count; lost++) {
-        uint64_t adopted = nc_load(&host->adopted[lost]), seen = co_load(&roster->sights[lost].fenced);
+        uint64_t adopted = nc_load(&host->adopted[lost]) >> 2, seen = co_load(&roster->sights[lost].fenced);
         while (adopted > seen && !co_cas(&roster->sights[lost].fenced, &seen, adopted))
             ;
     }
@@ -104,7 +104,7 @@ static int is_lost(struct kvp_roster *roster)
             nc_invalidate(&roster->hosts[h].adopted[roster->self], 8);
     nc_read_fence(); /* what adopters have written about us is read after the lines were dropped */
     for (uint32_t h = 0; h < roster->count; h++)
-        if (h != roster->self && nc_load(&roster->hosts[h].adopted[roster->self]) >= roster->incarnation)
+        if (h != roster->self && nc_load(&roster->hosts[h].adopted[roster->self]) >> 2 >= roster->incarnation)
             return 1;
     return 0;
 }
@@ -199,6 +199,7 @@ int kvp_host_claim(struct kvp_roster *roster)
     nc_write_back(host, KVP_LINE);
     nc_write_fence(); /* the incarnation is in memory before anything else of this start: owners and evictors compare it */
     co_store(roster->beaten, clock_ns(CLOCK_BOOTTIME));
+    roster->yields = kvp_host_yielded(roster) != KVP_ADOPTION_NONE; /* Dekker with kvp_host_adopt: after our incarnation */
     if (KVP_MODE != KVP_NONCOHERENT)
         return KVP_OK;
     /* No instruction elects between machines that claim one number at once. Of two writers of a line one is last, and
@@ -221,15 +222,69 @@ void kvp_host_leave(struct kvp_roster *roster)
     nc_write_back(host, KVP_LINE);
 }
 
-void kvp_host_adopt(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
+/* ---- adopting one ---- */
+
+static void write_adoption(struct kvp_roster *roster, uint32_t lost, uint64_t word)
 {
     nc_u64 *adopted = &roster->hosts[roster->self].adopted[lost];
-    uint64_t seen = co_load(&roster->sights[lost].fenced);
 
-    if (nc_load(adopted) < incarnation)
-        nc_store(adopted, incarnation);
+    nc_store(adopted, word);
     nc_write_back(adopted, 8);
-    nc_write_fence(); /* the adoption is in memory before the first word of the lost host changes: who wakes up sees it */
+    nc_write_fence(); /* in memory before we look at the lost host, or touch a word of it: who wakes up sees it */
+}
+
+/* The second half of the Dekker with kvp_host_claim. */
+static int decide(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
+{
+    nc_invalidate(&roster->hosts[lost], KVP_LINE);
+    nc_full_fence(); /* the incarnation is read after our intent was written and its line dropped */
+    int same = nc_load(&roster->hosts[lost].incarnation) == incarnation;
+    write_adoption(roster, lost, same ? incarnation << 2 | KVP_ADOPTION_DECIDED : 0);
+    return same;
+}
+
+int kvp_host_adopt(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
+{
+    uint64_t word = nc_load(&roster->hosts[roster->self].adopted[lost]), seen = co_load(&roster->sights[lost].fenced);
+
+    if (word >> 2 == incarnation && (word & 3) >= KVP_ADOPTION_DECIDED)
+        return 1;
+    write_adoption(roster, lost, incarnation << 2 | KVP_ADOPTION_INTENT);
+    KVP_CRASH_POINT("adopt.intended");
+    if (!decide(roster, lost, incarnation))
+        return 0;
     while (incarnation > seen && !co_cas(&roster->sights[lost].fenced, &seen, incarnation))
         ;
+    return 1;
+}
+
+int kvp_host_adopting(struct kvp_roster *roster, uint32_t lost)
+{
+    uint64_t word = nc_load(&roster->hosts[roster->self].adopted[lost]);
+
+    if ((word & 3) == KVP_ADOPTION_INTENT)
+        return decide(roster, lost, word >> 2);
+    return (word & 3) == KVP_ADOPTION_DECIDED;
+}
+
+void kvp_host_adopted(struct kvp_roster *roster, uint32_t lost)
+{
+    write_adoption(roster, lost, nc_load(&roster->hosts[roster->self].adopted[lost]) | KVP_ADOPTION_COMPLETE);
+}
+
+enum kvp_adoption kvp_host_yielded(struct kvp_roster *roster)
+{
+    enum kvp_adoption least = KVP_ADOPTION_NONE;
+
+    for (uint32_t h = 0; h < roster->count; h++)
+        if (h != roster->self)
+            nc_invalidate(&roster->hosts[h].adopted[roster->self], 8);
+    nc_full_fence(); /* what adopters have written is read after our incarnation was, and after the lines were dropped */
+    for (uint32_t h = 0; h < roster->count; h++) {
+        uint64_t word = h == roster->self ? 0 : nc_load(&roster->hosts[h].adopted[roster->self]);
+        enum kvp_adoption phase = (enum kvp_adoption)(word & 3);
+        if (word && word >> 2 == roster->incarnation - 1 && (least == KVP_ADOPTION_NONE || phase < least))
+            least = phase;
+    }
+    return least;
 }

@@ -163,7 +163,7 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     }
     kvp_lines_end(&lines);
     nc_write_fence(); /* LIVE is in memory before a record says so: a reader of the log may trust its generation */
-    for (uint32_t i = n; i-- > 0;) { /* likewise: another host that reads the log learns of the first key last */
+    for (uint32_t i = n; i-- > 0;) { /* the last first again: another host that follows the log learns the first key last */
         if (!refs[i])
             continue;
         struct kvp_key key = kvp_key_at(keys, i);
@@ -272,7 +272,7 @@ static int remove_key(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
     uint64_t ref;
     int removed = 0;
 
-    for (int held = 0, gone = 0; gone <= KVP_HOSTS_MAX;) {
+    for (int held = 0, gone = 0; gone <= (int)KVP_HOSTS_MAX;) {
         int one = 0;
         if (kvp_directory_find(pool, c, key, 1, 0, &ref)) {
             kvp_lock(pool);

@@ -349,8 +349,10 @@ int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
             uint64_t none = 0;
             if (is_far(pool, key, at))
                 announce_spill(pool, key, at);
-            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62)) {
+            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
                 co_store(&empty->tag, key->high);
+                /* Killed before this: a PENDING entry under no key, until the block is forgotten. */
+                co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
                 return 1;
             }
             unspill(pool, key, at);
@@ -477,7 +479,7 @@ static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *e
     uint64_t word = kvp_known_word(&pool->arena, c, kvp_block_number((uint32_t)ref));
     if (!may_be_named(pool, ref, word) && entry_state(value) != KVP_ENTRY_ABORTED)
         problem = "an entry names a block that is not published";
-    else if (kvp_word_state(word) == KVP_LIVE && co_load(&entry->tag) != key.high)
+    else if (kvp_word_state(word) == KVP_LIVE && entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry->tag) != key.high)
         problem = "the entry of a block has another key";
     else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
         problem = "the key of a block finds another one";

@@ -31,6 +31,7 @@ static int start(kvp_pool *pool)
     if (status)
         return status;
     co_store(&arena->head->incarnation, arena->roster.incarnation);
+    co_store32(&arena->head->yields, (uint32_t)arena->roster.yields);
     co_store(&arena->head->clock, 1);
     co_store(&arena->head->unannounced, 1);
     kvp_arena_start(arena);
@@ -56,7 +57,7 @@ static int is_started(kvp_pool *pool)
         return 0;
     arena->roster.incarnation = co_load(&arena->head->incarnation);
     kvp_host_watch(&arena->roster);
-    return !co_load(&arena->head->fenced) && kvp_host_assure(&arena->roster) == KVP_OK;
+    return !co_load32(&arena->head->fenced) && kvp_host_assure(&arena->roster) == KVP_OK;
 }
 
 static int look_at(kvp_pool *pool, uint8_t *host_base, const struct kvp_layout *layout)
@@ -235,11 +236,28 @@ static uint32_t finish_adoptions(kvp_pool *pool)
     uint32_t adopted = 0;
 
     for (uint32_t h = 0; h < arena->roster.count; h++) {
-        uint64_t ours = nc_load(&arena->roster.hosts[pool->host].adopted[h]);
-        if (h != pool->host && ours && ours == nc_load(&arena->roster.hosts[h].incarnation))
-            adopted += kvp_owners_adopt(arena, h);
+        if (h == pool->host || !kvp_host_adopting(&arena->roster, h))
+            continue;
+        adopted += kvp_owners_adopt(arena, h);
+        if (owned_by(pool, h) == 0)
+            kvp_host_adopted(&arena->roster, h); /* and then it may own again */
     }
     return adopted;
+}
+
+/* We are back from a life that somebody adopts. Once nothing is left of it to take we may take what is offered; if the
+ * adopter has withdrawn, because it saw us come back, what we owned is ours. */
+static uint32_t end_yielding(kvp_pool *pool)
+{
+    struct kvp_arena *arena = &pool->arena;
+    enum kvp_adoption phase = co_load32(&arena->head->yields) ? kvp_host_yielded(&arena->roster) : KVP_ADOPTION_INTENT;
+    uint32_t back = 0;
+
+    if (phase == KVP_ADOPTION_NONE)
+        back = kvp_owners_reclaim(arena);
+    if (phase == KVP_ADOPTION_NONE || phase == KVP_ADOPTION_COMPLETE)
+        co_store32(&arena->head->yields, 0);
+    return back;
 }
 
 /* With the turn and the lock: segments become ours. */
@@ -248,7 +266,7 @@ static void gain_segments(kvp_pool *pool)
     struct kvp_arena *arena = &pool->arena;
 
     kvp_finish_moving(arena);
-    uint32_t taken = kvp_owners_tick(arena), adopted = finish_adoptions(pool);
+    uint32_t adopted = end_yielding(pool) + finish_adoptions(pool), taken = kvp_owners_tick(arena);
     if (taken)
         kvp_host_want(pool, 0);
     if (adopted)
@@ -314,8 +332,8 @@ void kvp_host_tick(kvp_pool *pool)
     kvp_host_watch(&arena->roster);
     refresh_life(pool);
     if (kvp_host_assure(&arena->roster) != KVP_OK)
-        co_store(&arena->head->fenced, 1);
-    if (co_load(&arena->head->fenced) || kvp_life(pool) != pool->life)
+        co_store32(&arena->head->fenced, 1);
+    if (co_load32(&arena->head->fenced) || kvp_life(pool) != pool->life)
         return;
     follow(pool, 0);
 }
@@ -396,12 +414,18 @@ int64_t kvp_pool_fence(kvp_pool *pool, uint32_t host, uint64_t incarnation)
     if (status || (status = check_fence(pool, host, incarnation)) || (status = kvp_turn_await(pool, TURN_MS)))
         return status;
     kvp_lock(pool);
-    if (incarnation)
-        kvp_host_adopt(&pool->arena.roster, host, incarnation);
+    if (pool->closed)
+        status = kvp_fail(KVP_E_CLOSED, "closed");
+    else if (!kvp_host_adopt(&pool->arena.roster, host, incarnation))
+        status = kvp_fail(KVP_E_INVALID, "host %u has come back while it was to be adopted: what it owns is its own", host);
     KVP_CRASH_POINT("adopt.named");
-    status = pool->closed ? 0 : kvp_owners_adopt(&pool->arena, host);
+    if (status == 0) {
+        status = kvp_owners_adopt(&pool->arena, host);
+        if (owned_by(pool, host) == 0)
+            kvp_host_adopted(&pool->arena.roster, host);
+    }
     co_add(&pool->arena.head->clock, 1); /* as in gain_segments */
-    kvp_count(pool, KVP_COUNT_MOVED, (uint64_t)status);
+    kvp_count(pool, KVP_COUNT_MOVED, status > 0 ? (uint64_t)status : 0);
     kvp_unlock(pool);
     kvp_replica_scan(pool);
     kvp_turn_end(pool);

@@ -18,8 +18,8 @@ int kvp_enter(kvp_pool *pool)
     if (KVP_MODE == KVP_SIM)
         kvp_sim_events(&pool->mapping);
     /* Not only before it publishes: what a lost host pins nobody spares, and what it evicts is another's. */
-    if (KVP_MANY_HOSTS && (co_load(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
-        co_store(&pool->arena.head->fenced, 1);
+    if (KVP_MANY_HOSTS && (co_load32(&pool->arena.head->fenced) || kvp_host_assure(&pool->arena.roster) != KVP_OK)) {
+        co_store32(&pool->arena.head->fenced, 1);
         return kvp_fail(KVP_E_FENCED, "host %u was declared lost and what it owned is another's: close the pool and open it "
                         "again", pool->host);
     }
@@ -134,7 +134,7 @@ static int is_current(void *context)
 {
     const kvp_pool *pool = context;
 
-    return kvp_life(pool) == pool->life && !(KVP_MANY_HOSTS && co_load(&pool->arena.head->fenced));
+    return kvp_life(pool) == pool->life && !(KVP_MANY_HOSTS && co_load32(&pool->arena.head->fenced));
 }
 
 /* Magazines that were not used for a tick go back, so that an idle worker starves nobody. */

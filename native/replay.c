@@ -270,6 +270,8 @@ static void apply(kvp_pool *pool, unsigned kind, const uint64_t word[3])
 
     switch (kind) {
     case KVP_EVENT_PUBLISHED:
+        if (exists(pool, word[0]) && !is_ours(pool, word[0]) && !is_foreign(pool, word[0]))
+            kvp_owners_see_offers(&pool->arena); /* who publishes there has perhaps taken what we have offered */
         if (is_foreign(pool, word[0]))
             learn(pool, word[0], &key);
         break;

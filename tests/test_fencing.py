@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import eventually, payload
@@ -151,8 +152,9 @@ def test_a_tender_outlives_other_errors(caplog):
         assert eventually(lambda: pool.adopted == [(1, 1)])
 
 
-HOST = """
+HOST = f"""
 import sys, kvpool
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import fill
 pool = kvpool.open(sys.argv[1], host=1)
 ns = pool.namespace(kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16"))

@@ -39,6 +39,14 @@ def test_the_chart_is_what_the_example_prints(guide):
     assert shown in printed + "\n"
 
 
+def test_the_rack_of_the_guide(guide):
+    guide["test_a_lost_host"]()
+
+
+def test_the_machine_of_the_guide(guide):
+    guide["test_with_contains"]()
+
+
 def test_the_counter_of_the_guide(guide):
     from kvpool.testing import Operation, linearizable
 

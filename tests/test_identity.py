@@ -231,7 +231,7 @@ def test_a_host_that_slept_looks_for_a_fence(make_hosts, shim):
     fill(hosts.ns(0), hosts.chain(1))
     child = hosts.child(1, STEPS, env=shim)
     assert child.hears() == "ready"
-    patch(hosts.uri, slot(0, ADOPTED + 8 * 1), 1)  # host 0 has adopted incarnation 1 of host 1
+    patch(hosts.uri, slot(0, ADOPTED + 8 * 1), 1 << 2 | 2)  # host 0 adopts incarnation 1 of host 1: decided
     child.go_on()
     for _ in range(2):
         assert child.hears() == "8 True"

@@ -10,7 +10,7 @@ import native_build as build
 import pytest
 
 # What the hosts do with each other; one host alone is killed at the other points by test_crash.py.
-MANY_HOSTS = ("allocator/owners.c", "allocator/adopt.c", "native/replay.c", "native/host.c")
+MANY_HOSTS = ("allocator/owners.c", "allocator/adopt.c", "native/replay.c", "native/host.c", "coherence/hosts.c")
 SECONDS = os.environ.get("KVPOOL_RACK_SECONDS", "5")
 SEEDS = os.environ.get("KVPOOL_RACK_SEEDS", "1 2 3").split()
 

@@ -70,8 +70,8 @@ __attribute__((noreturn, format(printf, 1, 2))) static void give_up(const char *
     vfprintf(stderr, format, arguments);
     va_end(arguments);
     fprintf(stderr, "\n  replay: %s\n", replay);
-    if (!getenv("RACK_KEEP"))
-        kill_all();
+    kill_all();
+    kvp_pool_remove(rack->uri, 1);
     exit(1);
 }
 
