@@ -4,7 +4,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { TURN_MS = 2000 };
+enum { TURN_MS = KVP_MODE == KVP_EXPLORE ? 2 : 2000 };
 
 /* ---- start ---- */
 

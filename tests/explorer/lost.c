@@ -44,9 +44,12 @@ static void use_both(void *pool)
 static void reset_and_adopt(void *argument)
 {
     kvp_pool *pool = argument;
+    int64_t adopted;
 
     ex_reset_host((int)owner->host);
-    EX_CHECK(kvp_pool_fence(pool, owner->host, owner->arena.roster.incarnation) >= 0, "a reset host cannot be adopted");
+    while ((adopted = kvp_pool_fence(pool, owner->host, owner->arena.roster.incarnation)) == KVP_E_BUSY)
+        ex_spin(); /* another worker has the turn */
+    EX_CHECK(adopted >= 0, "a reset host cannot be adopted: %lld", (long long)adopted);
 }
 
 static void reset_adopt_and_evict(void *pool)

@@ -5,7 +5,7 @@
 #include <stdarg.h>
 #include <time.h>
 
-enum { LEARNING_RUNS = 300 };
+enum { QUIET_RUNS = 1000, LEARNING_RUNS_MAX = 20000 };
 
 static jmp_buf out_of_check;
 
@@ -95,8 +95,10 @@ static void learn(const struct ex_scenario *scenario, const struct request *requ
     if (ex.limit.preemptions < 8)
         ex.limit.preemptions = 8;
     ex_trail_start(NULL, 1, 80);
-    for (int i = 0; i < LEARNING_RUNS; i++)
+    for (int i = 0, quiet = 0; quiet < QUIET_RUNS && i < LEARNING_RUNS_MAX; i++) {
         run_once(scenario);
+        quiet = ex.learned ? 0 : quiet + 1;
+    }
 }
 
 static int should_stop(const struct request *request, const struct result *result, double start)
