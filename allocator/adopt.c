@@ -64,7 +64,9 @@ static int is_known(const struct kvp_class *class, uint32_t c, uint32_t number)
 {
     uint64_t word = nc_load(&class->words[number]), ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word));
 
-    return kvp_word_state(word) == KVP_LIVE && co_load(&class->known[number]) == kvp_word(ref >> 32, 0, KVP_LIVE);
+    /* An eviction that was under way is undone: the block is published yet. */
+    return (kvp_word_state(word) == KVP_LIVE || kvp_word_state(word) == KVP_EVICTING) &&
+           co_load(&class->known[number]) == kvp_word(ref >> 32, 0, KVP_LIVE);
 }
 
 /* From here on the word of a block says who changes its names: those that we know from logs would be nobody's. */

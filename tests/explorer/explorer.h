@@ -38,7 +38,7 @@ enum {
  * operation is done in two steps that others can come between; EX_WEAK makes a full fence a write fence). */
 enum ex_kind {
     EX_LOAD, EX_STORE, EX_CAS, EX_CHANGE, EX_WRITE_BACK, EX_INVALIDATE, EX_WRITE_FENCE, EX_READ_FENCE, EX_FULL_FENCE,
-    EX_HOST_FENCE, EX_STEP, EX_KINDS
+    EX_HOST_FENCE, EX_LINES_END, EX_LINES_NOTE, EX_STEP, EX_KINDS
 };
 enum ex_mutation { EX_AS_WRITTEN, EX_REMOVED, EX_WEAK };
 

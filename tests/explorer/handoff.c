@@ -49,6 +49,8 @@ static void pin_and_take(void *pool)
 static void keeper(void *pool)
 {
     world_recover(pool);
+    world_merge(pool, 1);
+    kvp_pool_follow(pool);
 }
 
 /* Afterwards, when every host has caught up, and asked again for what it wanted back, each segment is exactly one host's. */
@@ -63,6 +65,7 @@ static void count(void *pool)
 
 static void remember(void *pool)
 {
+    kvp_pool_follow(pool);
     world_remember(pool, KEYS);
 }
 
@@ -82,6 +85,7 @@ static void finish(void)
 {
     world_spawn(giver, keeper, EX_LAST);
     world_spawn(taker, keeper, EX_LAST);
+    world_spawn(giver, count, EX_LAST);
     world_spawn(taker, count, EX_LAST);
     world_spawn(giver, count, EX_LAST);
     world_spawn(taker, remember, EX_LAST);

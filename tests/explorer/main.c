@@ -4,7 +4,8 @@
 extern struct ex_site __start_ex_sites[], __stop_ex_sites[];
 
 const char *const ex_kind_name[EX_KINDS] = {
-    "load", "store", "cas", "change", "write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence", "step",
+    "load", "store", "cas", "change", "write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence", "lines_end",
+    "lines_note", "step",
 };
 
 static int usage(void)

@@ -24,4 +24,24 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out);
 #define sched_yield() standin_yield()
 #define getrandom(p, bytes, flags) (__builtin_memset((p), 0x5a, (bytes)), (long)(bytes))
 
+/* Write-backs of noted lines are sites where they are asked for, not where coherence.h does them. */
+#include "coherence/coherence.h"
+
+static inline void standin_lines_end(struct kvp_lines *lines, struct ex_site *site)
+{
+    site->passes++;
+    if (site->mutation)
+        lines->line = NULL;
+    kvp_lines_end(lines);
+}
+static inline void standin_lines_note(struct kvp_lines *lines, const void *p, struct ex_site *site)
+{
+    site->passes++;
+    if (site->mutation)
+        lines->line = NULL; /* what was noted before is forgotten */
+    kvp_lines_note(lines, p);
+}
+#define kvp_lines_end(lines) standin_lines_end((lines), EX_SITE(EX_LINES_END))
+#define kvp_lines_note(lines, p) standin_lines_note((lines), (p), EX_SITE(EX_LINES_NOTE))
+
 #endif
