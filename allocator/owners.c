@@ -253,6 +253,13 @@ uint32_t kvp_owners_tick(struct kvp_arena *arena)
 
 /* ---- a worker that died while it moved one ---- */
 
+/* While it was moving, what its owner published in it was not learned. */
+static void make_foreign(struct kvp_arena *arena, uint32_t segment)
+{
+    co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+    co_store32(&arena->head->stale, 1);
+}
+
 /* The dead worker's segment is ours in MOVING: offered, not yet taken, or taken. */
 static void recover_moving(struct kvp_arena *arena, uint32_t segment)
 {
@@ -267,14 +274,14 @@ static void recover_moving(struct kvp_arena *arena, uint32_t segment)
         break;
     case KVP_OWNER_TAKING: /* the giver takes it back */
         write_own(arena, segment, kvp_owner_epoch(word), kvp_owner_peer(word), KVP_OWNER_ABORTED);
-        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+        make_foreign(arena, segment);
         break;
     default:
         nc_write_back(own, 8);
         if (kvp_owner(arena, segment) == arena->host)
             kvp_segment_settle(arena, segment); /* empty, or adopted */
         else
-            co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+            make_foreign(arena, segment);
     }
 }
 
