@@ -1,6 +1,6 @@
 """The mutation matrix: each write-back, invalidate, fence and locked operation removed in turn, by the running program.
 
-    python tests/explorer_matrix.py [SITE-PREFIX ...]    prints for each site the first scenario that notices
+    python tests/explorer_matrix.py [--stages=N] [SITE-PREFIX ...]    prints for each site the first scenario that notices
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import explorer_build as explorer
 
 # From cheap to thorough; the first that notices ends the search for a site.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("random=3000",),
-    ("pb=1", "ev=2", "prune", "ladder", "seconds=4"),
-    ("random=60000", "seed=2"),
-    ("pb=3", "ev=3", "prune", "ladder", "seconds=20"),
+    ("random=3000", "seconds=3"),
+    ("pb=1", "ev=2", "prune", "ladder", "seconds=3"),
+    ("random=40000", "seed=2", "seconds=8"),
+    ("pb=3", "ev=3", "prune", "ladder", "seconds=15"),
     ("prune", "pb=99", "ev=99", "seconds=60"),
 )
 
@@ -49,13 +49,14 @@ def candidates_of(site: str, passed: dict[str, dict[str, int]]) -> list[str]:
 def main() -> None:
     """Print the matrix."""
     passed = passes()
-    wanted = sys.argv[1:]
+    stages = next((int(word.removeprefix("--stages=")) for word in sys.argv if word.startswith("--stages=")), len(STAGES))
+    wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     for site in explorer.compiled_sites():
         if wanted and not any(site.startswith(prefix) for prefix in wanted):
             continue
         names = candidates_of(site, passed)
         start = time.monotonic()
-        found = notice(site, names)
+        found = notice(site, names, stages)
         text = f"{found['scenario']} {' '.join(found['options'])}: {found['message'][:90]}" if found else f"NOT NOTICED by {names}"
         print(f"{site:44} {time.monotonic() - start:6.1f} s  {text}", flush=True)
 
