@@ -3,7 +3,6 @@
  * cache held is lost. */
 #include "allocator/allocator.h"
 
-
 /* Further than any publication that did not reach memory may have gone, so that no generation comes twice. */
 enum { GENERATION_STEP = 4096 };
 
@@ -28,12 +27,6 @@ static void undo(struct kvp_arena *arena, uint32_t c, uint32_t number)
                  kvp_word(later_generation(generation), 0, state == KVP_ABSENT ? KVP_ABSENT : KVP_FREE));
 }
 
-static void hint(struct kvp_class *class, uint32_t number)
-{
-    co_or(&class->hints[number / 64], 1ull << number % 64);
-    co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
-}
-
 /* The class whose blocks the segment has: the one with a word that is not ABSENT. KVP_CLASSES_MAX: none. */
 static uint32_t class_of(struct kvp_arena *arena, uint32_t segment)
 {
@@ -47,13 +40,13 @@ static uint32_t class_of(struct kvp_arena *arena, uint32_t segment)
 }
 
 /* Is the word's line all in segments that are ours or become so now? */
-static int is_becoming_ours(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint32_t self)
+static int is_becoming_ours(const struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     uint32_t s, last;
 
     for (kvp_block_segments(arena, c, number, &s, &last); s <= last; s++) {
         uint64_t word = co_load(&arena->segments[s]);
-        if (!kvp_segment_ours(word) && (kvp_segment_state(word) != KVP_SEGMENT_MOVING || kvp_segment_who(word) != self))
+        if (!kvp_segment_ours(word) && (kvp_segment_state(word) != KVP_SEGMENT_MOVING || kvp_segment_who(word) != arena->self))
             return 0;
     }
     return 1;
@@ -76,7 +69,7 @@ void kvp_forget_former(struct kvp_arena *arena, uint32_t segment)
 
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
-            if (is_becoming_ours(arena, c, number, arena->self) && !is_known(&arena->class[c], c, number))
+            if (is_becoming_ours(arena, c, number) && !is_known(&arena->class[c], c, number))
                 arena->forget(arena->context, kvp_block(c, number));
 }
 
@@ -90,7 +83,7 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
         kvp_segment_blocks(arena, c, segment, &number, &end);
         uint32_t first = number;
         for (; number < end; number++)
-            if (is_becoming_ours(arena, c, number, arena->self))
+            if (is_becoming_ours(arena, c, number))
                 undo(arena, c, number);
         nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
     }
@@ -100,7 +93,7 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         for (kvp_segment_blocks(arena, c, segment, &number, &end); number < end; number++)
             if (kvp_is_ours(arena, c, number) && kvp_word_state(nc_load(&arena->class[c].words[number])) == KVP_FREE)
-                hint(&arena->class[c], number);
+                kvp_set_hint(&arena->class[c], number);
 }
 
 static void clear_pins(struct kvp_arena *arena)
@@ -151,9 +144,7 @@ void kvp_arena_start(struct kvp_arena *arena)
         if (kvp_owner(arena, s) == arena->host && !arena->roster.yields)
             state = kvp_owner_state(own) == KVP_OWNER_TAKEN ? KVP_SEGMENT_MOVING : KVP_SEGMENT_OFFERED;
         else if (kvp_owner_state(own) == KVP_OWNER_TAKING) { /* the giver takes it back */
-            nc_store(&kvp_owners(arena, arena->host)[s], kvp_owner_word(kvp_owner_epoch(own), kvp_owner_peer(own),
-                                                                        KVP_OWNER_ABORTED));
-            nc_write_back(&kvp_owners(arena, arena->host)[s], 8);
+            kvp_owner_write(arena, s, kvp_owner_epoch(own), kvp_owner_peer(own), KVP_OWNER_ABORTED);
         }
         co_store(&arena->segments[s], kvp_segment_word(state, 0, 0));
         if (state == KVP_SEGMENT_MOVING)
@@ -194,11 +185,9 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
             continue;
         KVP_CRASH_POINT("adopt.moving");
         kvp_segment_refresh(arena, s);
-        nc_u64 *own = &kvp_owners(arena, arena->host)[s];
         /* A higher epoch: whatever the lost host's row says, ours counts. */
         uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[s])) + 1;
-        nc_store(own, kvp_owner_word(epoch, arena->host, KVP_OWNER_TAKEN));
-        nc_write_back(own, 8);
+        kvp_owner_write(arena, s, epoch, arena->host, KVP_OWNER_TAKEN);
         nc_write_fence(); /* ours is in memory before the first word changes */
         KVP_CRASH_POINT("adopt.owned");
         kvp_segment_settle(arena, s);

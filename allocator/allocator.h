@@ -359,6 +359,8 @@ void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, ui
 uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
 /* Give back blocks that are OWN(self). RANGE, NOTOWNED (double free included): then none is freed. */
 int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
+/* Note that a block is probably FREE. */
+void kvp_set_hint(struct kvp_class *class, uint32_t number);
 /* Return every magazine to the common stock. */
 void kvp_spill(struct kvp_arena *arena);
 /* The reference that a block will have once published. RANGE, NOTOWNED. */
@@ -444,6 +446,8 @@ static inline enum kvp_owner_state kvp_owner_state(uint64_t word) { return (enum
 uint32_t kvp_owner(const struct kvp_arena *arena, uint32_t segment);
 /* Drop our cached copies of the other hosts' rows, and fence. */
 void kvp_owners_refresh(const struct kvp_arena *arena);
+/* Write our row's word of a segment, and start writing it back. */
+void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state);
 /* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
 /* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-static void set_hint(struct kvp_class *class, uint32_t number)
+void kvp_set_hint(struct kvp_class *class, uint32_t number)
 {
     uint32_t at = number / 64;
 
@@ -42,7 +42,7 @@ static void release(struct kvp_class *class, uint32_t number)
     nc_store(&class->words[number], kvp_word(kvp_word_generation(word), 0, KVP_FREE));
     KVP_CRASH_POINT("free.before_hint");
     nc_write_back(&class->words[number], 8);
-    set_hint(class, number);
+    kvp_set_hint(class, number);
 }
 
 /* Claim those blocks of one hint word that `mask` names. The bits are taken first, so that two workers rarely try
@@ -62,7 +62,7 @@ static void claim_bits(struct kvp_arena *arena, uint32_t c, uint32_t at, uint64_
         if (kvp_word_state(word) != KVP_FREE)
             continue; /* whoever frees it sets the bit again */
         if (!kvp_block_usable(arena, c, number)) {
-            set_hint(class, number); /* its segment is being drained, which may yet be undone */
+            kvp_set_hint(class, number); /* its segment is being drained, which may yet be undone */
             continue;
         }
         if (nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_CACHED)))

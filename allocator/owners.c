@@ -45,7 +45,7 @@ uint32_t kvp_owned(const struct kvp_arena *arena)
     return owned;
 }
 
-static void write_own(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state)
+void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state)
 {
     nc_u64 *own = &kvp_owners(arena, arena->host)[segment];
 
@@ -138,7 +138,7 @@ int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to)
     }
     write_all_back(arena, segment);
     nc_write_fence(); /* the segment is in memory before the offer is: the taker refreshes it when it has seen that */
-    write_own(arena, segment, own_epoch(arena, segment) + 1, to, KVP_OWNER_OFFER);
+    kvp_owner_write(arena, segment, own_epoch(arena, segment) + 1, to, KVP_OWNER_OFFER);
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0));
     return 1;
 }
@@ -187,7 +187,7 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
         to >= arena->layout.hosts ||
         !co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
         return 0;
-    write_own(arena, segment, epoch, to, KVP_OWNER_REVOKING);
+    kvp_owner_write(arena, segment, epoch, to, KVP_OWNER_REVOKING);
     nc_write_fence(); /* REVOKING is in memory before the taker's word is dropped: Dekker with take() */
     nc_invalidate(&kvp_owners(arena, to)[segment], 8);
     nc_invalidate(&arena->roster.hosts[to], KVP_LINE);
@@ -196,7 +196,7 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     if (taken < 0 && kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
         taken = 0; /* who was taking it is lost, and a new incarnation of it would have aborted that first */
     if (taken == 0) {
-        write_own(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
+        kvp_owner_write(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
         return 1;
     }
@@ -215,18 +215,18 @@ static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64
     if (!co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
         return 0;
     KVP_CRASH_POINT("owner.taking");
-    write_own(arena, segment, epoch, from, KVP_OWNER_TAKING);
+    kvp_owner_write(arena, segment, epoch, from, KVP_OWNER_TAKING);
     nc_write_fence(); /* TAKING is in memory before the offer is dropped and read again: Dekker with kvp_owner_revoke */
     nc_invalidate(&kvp_owners(arena, from)[segment], 8);
     nc_full_fence(); /* and the offer is read after that */
     if (nc_load(&kvp_owners(arena, from)[segment]) != offer) {
-        write_own(arena, segment, epoch, from, KVP_OWNER_ABORTED);
+        kvp_owner_write(arena, segment, epoch, from, KVP_OWNER_ABORTED);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
         return 0;
     }
     kvp_segment_refresh(arena, segment);
     kvp_forget_former(arena, segment);
-    write_own(arena, segment, epoch, arena->host, KVP_OWNER_TAKEN);
+    kvp_owner_write(arena, segment, epoch, arena->host, KVP_OWNER_TAKEN);
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
     return 1;
 }
@@ -273,7 +273,7 @@ static void recover_moving(struct kvp_arena *arena, uint32_t segment)
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0));
         break;
     case KVP_OWNER_TAKING: /* the giver takes it back */
-        write_own(arena, segment, kvp_owner_epoch(word), kvp_owner_peer(word), KVP_OWNER_ABORTED);
+        kvp_owner_write(arena, segment, kvp_owner_epoch(word), kvp_owner_peer(word), KVP_OWNER_ABORTED);
         make_foreign(arena, segment);
         break;
     default:

@@ -14,10 +14,8 @@ static int hint_missing(const struct kvp_class *class, uint32_t number)
 
 static void hint_again(struct kvp_class *class, uint32_t number)
 {
-    if (!hint_missing(class, number))
-        return;
-    co_or(&class->hints[number / 64], 1ull << number % 64);
-    co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
+    if (hint_missing(class, number)) /* a look first: recovery passes all free blocks, and others use these lines */
+        kvp_set_hint(class, number);
 }
 
 /* Free one block of the dead, or undo its eviction. CAS from the seen value: a recovery that was interrupted
@@ -84,7 +82,7 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
         kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
     recover_pins(arena, dead);
-    /* Records that the dead had not written back: others are to hear of what it did. */
+    /* Records that the dead had not written back: who reads this log would wait for the last one for ever. */
     nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));
     return freed;
 }

@@ -42,8 +42,7 @@ static void open_blocks(struct kvp_arena *arena, uint32_t c, uint32_t segment)
             continue;
         KVP_CRASH_POINT("segment.opened");
         nc_write_back(&class->words[number], 8);
-        co_or(&class->hints[number / 64], 1ull << number % 64);
-        co_or(&class->summary[number / 64 / 64], 1ull << number / 64 % 64);
+        kvp_set_hint(class, number);
     }
 }
 

@@ -280,6 +280,8 @@ static int remove_key(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
             kvp_unlock(pool);
         }
         removed |= one, gone += one;
+        if (one && pool->arena.layout.hosts == 1)
+            break; /* there was one block of it */
         if (one)
             continue;
         if (!kvp_directory_held(pool, c, key))

@@ -107,7 +107,7 @@ int kvp_host_enter(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_layo
 void kvp_host_joined(kvp_pool *pool)
 {
     struct kvp_host *host = &pool->arena.roster.hosts[pool->host];
-    uint64_t seen = nc_load(&host->tables), mine = pool->arena.self + 1;
+    uint64_t seen = KVP_MANY_HOSTS ? nc_load(&host->tables) : 0, mine = pool->arena.self + 1;
 
     if (!KVP_MANY_HOSTS)
         return;
@@ -310,13 +310,10 @@ static uint32_t follow(kvp_pool *pool, int patient)
 
 void kvp_host_recovered(kvp_pool *pool, uint32_t dead)
 {
-    const struct kvp_layout *layout = &pool->arena.layout;
     uint32_t replayer = dead + 1;
 
     if (!KVP_MANY_HOSTS)
         return;
-    /* Its last record was perhaps not written back: who reads this log would wait for it for ever. */
-    nc_write_back(kvp_ring(&pool->arena, pool->host, dead), layout->log_records * sizeof(struct kvp_record));
     co_store32(&pool->arena.head->stale, 1); /* what it had published and not yet made known, or was about to compare */
     co_store(&pool->arena.head->asked, 1);
     co_cas32(&pool->arena.head->replayer, &replayer, 0); /* it is gone to its last thread, and its turn is over */

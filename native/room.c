@@ -196,7 +196,7 @@ int kvp_reserve(kvp_pool *pool, uint32_t c, uint32_t n, uint32_t *numbers)
     kvp_lock(pool);
     status = pool->closed ? kvp_fail(KVP_E_CLOSED, "closed") : reserve(pool, c, n, numbers);
     kvp_unlock(pool);
-    for (uint32_t i = 0; i < n && status == KVP_OK; i++) /* through views, perhaps: no store of it is seen */
+    for (uint32_t i = 0; KVP_MODE == KVP_SIM && i < n && status == KVP_OK; i++) /* through views, perhaps: no store of it is seen */
         nc_will_store(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
     return status;
 }

@@ -22,8 +22,8 @@ EXPLORED = [
     if source.name not in LEFT_OUT and (source.parent.name != "coherence" or source.name in BOTTOM)
 ]
 # What a site may be without; words are loaded and stored by all of the code.
-KINDS = ("write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence", "lines_end", "lines_note", "cas",
-         "change")  # fmt: skip
+ORDERING = ("write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence")
+KINDS = (*ORDERING, "lines_end", "lines_note", "cas", "change")
 MACRO = re.compile(
     r"\b(?:nc_(write_back|invalidate|write_fence|read_fence|full_fence)|(co)_full_fence|kvp_(lines_end|lines_note)|"
     r"(?:nc|co)_(cas)(?:32)?|co_(exchange|add|or|and)(?:32)?)\s*\("
@@ -32,7 +32,9 @@ MACRO = re.compile(
 
 def _digest(flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr(flags).encode())
-    for path in sorted(p for folder in (*build.FOLDERS, "tests/explorer") for p in (build.ROOT / folder).glob("*.[ch]")):
+    for path in sorted(
+        p for folder in (*build.FOLDERS, "tests/explorer") for p in (build.ROOT / folder).glob("*.[ch]")
+    ):
         digest.update(str(path.relative_to(build.ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -69,10 +71,12 @@ def run(scenario: str, *options: str, program: Path | None = None, timeout: floa
         timeout=timeout,
         check=False,
     )
-    assert done.returncode in (0, 1), f"{scenario} {options}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    output = done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode in (0, 1), f"{scenario} {options}: exit {done.returncode}\n{output}"
     lines = done.stdout.splitlines()
     result = json.loads(next(line for line in lines if line.startswith("{")))
-    result["passed"] = {words[1]: int(words[2]) for line in lines if len(words := line.split()) == 3 and words[0] == "passed"}
+    told = [words for line in lines if len(words := line.split()) == 3 and words[0] == "passed"]
+    result["passed"] = {site: int(count) for _, site, count in told}
     return result
 
 

@@ -1,6 +1,6 @@
 """Lines of the C core that the explorer's scenarios pass, by gcov.
 
-    python tests/explorer_coverage.py [-v]    a table per file; -v lists the lines that were not passed
+python tests/explorer_coverage.py [-v]    a table per file; -v lists the lines that were not passed
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The mutation matrix: each write-back, invalidate, fence and locked operation removed in turn, by the running program.
 
-    python tests/explorer_matrix.py [--stages=N] [SITE-PREFIX ...]    prints for each site the first scenario that notices
+python tests/explorer_matrix.py [--stages=N] [SITE-PREFIX ...]    prints for each site the first scenario that notices
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def candidates_of(site: str, passed: dict[str, dict[str, int]]) -> list[str]:
 def main() -> None:
     """Print the matrix."""
     passed = passes()
-    stages = next((int(word.removeprefix("--stages=")) for word in sys.argv if word.startswith("--stages=")), len(STAGES))
+    stages = next(
+        (int(word.removeprefix("--stages=")) for word in sys.argv if word.startswith("--stages=")), len(STAGES)
+    )
     wanted = [word for word in sys.argv[1:] if not word.startswith("--")]
     for site in explorer.compiled_sites():
         if wanted and not any(site.startswith(prefix) for prefix in wanted):
@@ -57,7 +59,11 @@ def main() -> None:
         names = candidates_of(site, passed)
         start = time.monotonic()
         found = notice(site, names, stages)
-        text = f"{found['scenario']} {' '.join(found['options'])}: {found['message'][:90]}" if found else f"NOT NOTICED by {names}"
+        text = (
+            f"{found['scenario']} {' '.join(found['options'])}: {found['message'][:90]}"
+            if found
+            else f"NOT NOTICED by {names}"
+        )
         print(f"{site:44} {time.monotonic() - start:6.1f} s  {text}", flush=True)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import click
 
 import kvpool
 from kvpool.reports import LITMUSES
+from kvpool.tools.children import children
 from kvpool.tools.console import emit, grid, json_option, progress, stdout, table
 from kvpool.tools.qualify_side import DEFECTS, Advance, Task, run_side
 
@@ -41,39 +37,14 @@ def _work(task: Task, host: int, link: Connection) -> None:
         pass  # whoever started us has gone
 
 
-@contextmanager
-def _sides(task: Task) -> Iterator[dict[Connection, int]]:
-    """One process for each host. None of them outlives the block."""
-    context = multiprocessing.get_context("spawn")
-    started: list[SpawnProcess] = []
-    links: dict[Connection, int] = {}
-    try:
-        for host in task.hosts:
-            ours, theirs = context.Pipe()
-            links[ours] = host
-            process = context.Process(target=_work, args=(task, host, theirs), daemon=True)
-            # A terminal sends Ctrl-C to all of us: the sides leave it to this process, which ends them.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-                started.append(process)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        yield links
-    finally:
-        for process in started:
-            process.terminate()
-            process.join()
-
-
 def run(task: Task, advance: Advance = lambda done, total: None) -> dict[str, Any]:
     """Run all sides of a task in processes of this machine; returns the leader's result.
 
     Raises the first error of a side; `SystemFailure` if one dies.
     """
     result: dict[str, Any] = {}
-    with _sides(task) as links:
+    with children(_work, [(task, host) for host in task.hosts]) as connections:
+        links = dict(zip(connections, task.hosts, strict=True))
         open_links = set(links)
         while open_links:
             for link in [link for link in wait(list(open_links)) if isinstance(link, Connection)]:

@@ -6,16 +6,13 @@ what its id says they must be, if not it is put. Nothing is simulated: hits and 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ import click
 import numpy as np
 
 import kvpool
+from kvpool.tools.children import children
 from kvpool.tools.console import emit, grid, json_option, progress, size, stdout, table
 from kvpool.tools.traces import FORMATS, Stream, percentiles, read, reuse_distances
 
@@ -221,29 +219,10 @@ Work = Callable[[str, int, int, Connection], None]
 @contextmanager
 def _processes(uri: str, stream: Stream, count: int, work: Work = _work) -> Iterator[list[Connection]]:
     """`count` workers, one link each. None of them outlives the block."""
-    context = multiprocessing.get_context("spawn")
-    started: list[SpawnProcess] = []
-    links: list[Connection] = []
-    try:
-        for first in range(count):
-            ours, theirs = context.Pipe()
-            links.append(ours)
-            process = context.Process(target=work, args=(uri, first, count, theirs), daemon=True)
-            # A terminal sends Ctrl-C to all of us: the workers leave it to this process, which ends them.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-                started.append(process)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+    with children(work, [(uri, first, count) for first in range(count)]) as links:
         for link in links:  # not as an argument: start() would wait for ever for a child that died before it read it
             link.send(stream)
         yield links
-    finally:
-        for process in started:
-            process.terminate()
-            process.join()
 
 
 def _collect(links: list[Connection], advance: Callable[[int], None]) -> tuple[Counts, float]:

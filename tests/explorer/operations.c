@@ -160,6 +160,19 @@ void ex_store(void *p, uint64_t value, unsigned bytes, struct ex_site *site)
 
 /* ---- locked operations ---- */
 
+/* A locked operation is one step, with all earlier stores before it. Whose cache it acts in. */
+static int begin_locked(uint32_t at, struct ex_site *site)
+{
+    if (ex.phase == RUN) {
+        site->passes++;
+        step(at, 1, 1, site);
+        ex_drain_all(current());
+    } else if (ex.phase == CHECK) {
+        ex_touch(at, 1);
+    }
+    return ex.phase == RUN ? current()->host : ex.view;
+}
+
 int ex_cas(void *p, uint64_t *seen, uint64_t value, unsigned bytes, struct ex_site *site)
 {
     uint32_t at = ex_offset(p);
@@ -172,14 +185,7 @@ int ex_cas(void *p, uint64_t *seen, uint64_t value, unsigned bytes, struct ex_si
         *seen = found;
         return same;
     }
-    if (ex.phase == RUN) {
-        site->passes++;
-        step(at, 1, 1, site);
-        ex_drain_all(current());
-    } else if (ex.phase == CHECK) {
-        ex_touch(at, 1);
-    }
-    int host = ex.phase == RUN ? current()->host : ex.view;
+    int host = begin_locked(at, site);
     uint64_t found = ex_read(host, at, bytes), wanted = *seen;
     if (found == wanted)
         ex_write(host, at, value, bytes);
@@ -217,14 +223,7 @@ uint64_t ex_change(void *p, enum ex_change how, uint64_t value, unsigned bytes, 
         ex_store(p, changed(found, how, value), bytes, site);
         return found;
     }
-    if (ex.phase == RUN) {
-        site->passes++;
-        step(at, 1, 1, site);
-        ex_drain_all(current());
-    } else if (ex.phase == CHECK) {
-        ex_touch(at, 1);
-    }
-    int host = ex.phase == RUN ? current()->host : ex.view;
+    int host = begin_locked(at, site);
     uint64_t old = ex_read(host, at, bytes);
     ex_write(host, at, changed(old, how, value), bytes);
     if (ex.phase != RUN)
