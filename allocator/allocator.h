@@ -365,10 +365,9 @@ void kvp_set_hint(struct kvp_class *class, uint32_t number);
 void kvp_spill(struct kvp_arena *arena);
 /* The reference that a block will have once published. RANGE, NOTOWNED. */
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t class, uint32_t number, uint64_t *ref);
-/* OWN(self) -> LIVE. The payload, the tag and the score are written before. NOTOWNED. */
-int kvp_make_live(struct kvp_arena *arena, uint32_t class, uint32_t number);
-/* The same of many blocks: the caller ends `lines` before it says so to other hosts. */
-int kvp_make_live_to(struct kvp_arena *arena, uint32_t class, uint32_t number, struct kvp_lines *lines);
+/* OWN(self) -> LIVE. The payload, the tag and the score are written before; the caller ends `lines` before it says so to
+ * other hosts. NOTOWNED. */
+int kvp_make_live(struct kvp_arena *arena, uint32_t class, uint32_t number, struct kvp_lines *lines);
 /* LIVE -> EVICTING(self) for those of the n blocks that nobody has pinned; compacts them to the front and returns
  * how many. One pass over the pin slots for the whole batch; never waits. Each is then taken, or given back. */
 uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);

@@ -191,7 +191,7 @@ int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, u
     return status;
 }
 
-int kvp_make_live_to(struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_lines *lines)
+int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number, struct kvp_lines *lines)
 {
     uint64_t word;
     int status = is_owned(arena, c, number, &word);
@@ -203,15 +203,6 @@ int kvp_make_live_to(struct kvp_arena *arena, uint32_t c, uint32_t number, struc
     kvp_lines_note(lines, &arena->class[c].words[number]);
     KVP_CRASH_POINT("publish.live");
     return KVP_OK;
-}
-
-int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number)
-{
-    struct kvp_lines lines = {NULL};
-    int status = kvp_make_live_to(arena, c, number, &lines);
-
-    kvp_lines_end(&lines);
-    return status;
 }
 
 int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)

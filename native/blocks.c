@@ -158,7 +158,7 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
         if (!refs[i])
             continue;
         co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
-        kvp_make_live_to(&pool->arena, c, numbers[i], &lines);
+        kvp_make_live(&pool->arena, c, numbers[i], &lines);
         published++;
     }
     kvp_lines_end(&lines);

@@ -1,4 +1,7 @@
-"""The explorer of tests/explorer: built once for an unchanged tree, called for one scenario at a time."""
+"""The explorer of tests/explorer: built once for an unchanged tree, called for one scenario at a time.
+
+python tests/explorer_build.py    builds it and prints where it is
+"""
 
 from __future__ import annotations
 
@@ -106,3 +109,7 @@ def source_sites() -> list[str]:
             line = text.count("\n", 0, match.start()) + 1
             sites.append(f"{path.relative_to(build.ROOT)}:{line}:{kind}")
     return sites
+
+
+if __name__ == "__main__":
+    print(explorer())

@@ -26,9 +26,8 @@ def ends(name: str) -> bool:
 @pytest.mark.timeout(900)
 def test_every_scenario_holds():
     """No schedule that was tried breaks a promise; the kernels and others are tried out to the end."""
-    results = [
-        explorer.run(name, f"runs={RUNS * 20 if ends(name) else RUNS}", "seconds=60") for name in explorer.scenarios()
-    ]
+    limits = {name: RUNS * 20 if ends(name) else RUNS for name in explorer.scenarios()}
+    results = [explorer.run(name, f"runs={runs}", "seconds=60") for name, runs in limits.items()]
     for result in results:
         print({word: value for word, value in result.items() if word != "passed"})
         assert not result["failed"], result
@@ -37,8 +36,10 @@ def test_every_scenario_holds():
 
 
 def test_every_site_can_be_taken_away():
-    """What the sources say and what is compiled in are the same write-backs, invalidates and fences."""
-    assert set(explorer.source_sites()) == set(explorer.compiled_sites())
+    """Each write-back, invalidate and fence that stands in the sources is one that the explorer can leave out."""
+    missing = set(explorer.source_sites()) - set(explorer.compiled_sites())
+    assert not [site for site in missing if site.rsplit(":", 1)[1] in explorer.ORDERING]
+    assert set(explorer.compiled_sites()) <= set(explorer.source_sites())
 
 
 def test_the_instrument_works():

@@ -40,13 +40,15 @@ static void own_and_free(kvp_pool *pool)
 
 static void publish(kvp_pool *pool)
 {
+    struct kvp_lines lines = {NULL};
     uint32_t number;
 
     if (kvp_alloc(&pool->arena, 0, &number, 1) != 1)
         return;
     take(number);
     let_go(number);
-    EX_CHECK(kvp_make_live(&pool->arena, 0, number) == KVP_OK, "an owned block cannot be published");
+    EX_CHECK(kvp_make_live(&pool->arena, 0, number, &lines) == KVP_OK, "an owned block cannot be published");
+    kvp_lines_end(&lines);
 }
 
 static void evict(kvp_pool *pool)

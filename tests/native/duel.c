@@ -76,7 +76,9 @@ static int fight(struct duel *duel, uint64_t *random)
     duel->done = 0;
     if (taken) { /* alive again under a new reference */
         REQUIRE(kvp_future_ref(arena, 0, number, &duel->ref) == KVP_OK, "reference");
-        REQUIRE(kvp_make_live(arena, 0, number) == KVP_OK, "live");
+        struct kvp_lines lines = {NULL};
+        REQUIRE(kvp_make_live(arena, 0, number, &lines) == KVP_OK, "live");
+        kvp_lines_end(&lines);
     }
     return taken;
 }
