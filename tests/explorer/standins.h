@@ -37,9 +37,8 @@ static inline void standin_lines_end(struct kvp_lines *lines, struct ex_site *si
 static inline void standin_lines_note(struct kvp_lines *lines, const void *p, struct ex_site *site)
 {
     site->passes++;
-    if (site->mutation)
-        lines->line = NULL; /* what was noted before is forgotten */
-    kvp_lines_note(lines, p);
+    if (!site->mutation)
+        kvp_lines_note(lines, p);
 }
 #define kvp_lines_end(lines) standin_lines_end((lines), EX_SITE(EX_LINES_END))
 #define kvp_lines_note(lines, p) standin_lines_note((lines), (p), EX_SITE(EX_LINES_NOTE))
