@@ -359,6 +359,8 @@ void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, ui
 uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
 /* Give back blocks that are OWN(self). RANGE, NOTOWNED (double free included): then none is freed. */
 int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
+/* A reservation ends without a publication: what was written through views leaves our cache, and is fenced. */
+void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Note that a block is probably FREE. */
 void kvp_set_hint(struct kvp_class *class, uint32_t number);
 /* Return every magazine to the common stock. */

@@ -54,45 +54,32 @@ void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, 
     nc_write_back(own, 8);
 }
 
-static void segment_bytes(const struct kvp_arena *arena, uint32_t segment, uint8_t **from, uint64_t *bytes)
-{
-    uint64_t start = segment * arena->layout.segment_bytes, left = arena->layout.payload_bytes - start;
-
-    *from = arena->class[0].data + start;
-    *bytes = left < arena->layout.segment_bytes ? left : arena->layout.segment_bytes;
-}
-
-/* Every line of a segment that our cache may hold: its words, its bytes, and pins of ours that nobody else has seen. */
+/* Every line of a segment that our cache may hold: its words and labels, and pins of ours that nobody else has seen. Its
+ * bytes were written back when they were published, or when their reservation ended. */
 static void write_all_back(struct kvp_arena *arena, uint32_t segment)
 {
     uint32_t first, end;
-    uint64_t bytes;
-    uint8_t *from;
 
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
         kvp_segment_blocks(arena, c, segment, &first, &end);
         nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
         nc_write_back(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
     }
-    segment_bytes(arena, segment, &from, &bytes);
-    nc_write_back(from, bytes); /* bytes of reservations that were withdrawn too: evicted later they would hit the taker's */
     for (uint32_t w = 0; w < arena->layout.workers; w++)
         nc_write_back(kvp_pins(arena, arena->host, w), nc_load(kvp_pin_high(arena, arena->host) + w) * 8);
 }
 
 void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment)
 {
+    uint64_t start = segment * arena->layout.segment_bytes, left = arena->layout.payload_bytes - start;
     uint32_t first, end;
-    uint64_t bytes;
-    uint8_t *from;
 
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
         kvp_segment_blocks(arena, c, segment, &first, &end);
         nc_invalidate(&arena->class[c].words[first], (end - first) * 8ull);
         nc_invalidate(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
     }
-    segment_bytes(arena, segment, &from, &bytes);
-    nc_invalidate(from, bytes);
+    nc_invalidate(arena->class[0].data + start, left < arena->layout.segment_bytes ? left : arena->layout.segment_bytes);
     nc_full_fence(); /* what the former owner wrote back is read after our old copies were dropped */
 }
 
@@ -190,11 +177,10 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     kvp_owner_write(arena, segment, epoch, to, KVP_OWNER_REVOKING);
     nc_write_fence(); /* REVOKING is in memory before the taker's word is dropped: Dekker with take() */
     nc_invalidate(&kvp_owners(arena, to)[segment], 8);
-    nc_invalidate(&arena->roster.hosts[to], KVP_LINE);
-    nc_full_fence(); /* and the taker's word, and whether it is the same host yet, are read after that */
+    nc_full_fence(); /* and the taker's word is read after that */
     int taken = kvp_offer_fate(arena, segment, to, epoch);
     if (taken < 0 && kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
-        taken = 0; /* who was taking it is lost, and a new incarnation of it would have aborted that first */
+        taken = 0; /* who was taking it is lost. By an old copy of its line, too: a new incarnation aborts that first */
     if (taken == 0) {
         kvp_owner_write(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));

@@ -333,8 +333,9 @@ void kvp_keeper_stop(struct kvp_keeper *keeper);
 int kvp_worker_dead(const struct kvp_slot *slot);
 /* Is a worker that is known dead gone to its last thread? Waits up to timeout_ms for it. */
 int kvp_worker_gone(const struct kvp_slot *slot, int timeout_ms);
-/* Hash of the kernel's boot id, never 0. */
+/* Hashes of the kernel's boot id, and of what names this machine through reboots; never 0. */
 uint64_t kvp_boot_id(void);
+uint64_t kvp_machine_id(void);
 /* Changes in a child after fork(); compare with the value at open. */
 uint64_t kvp_fork_count(void);
 

@@ -2,10 +2,8 @@
 #define _GNU_SOURCE
 #include "coherence/coherence.h"
 
-#include <fcntl.h>
 #include <sys/random.h>
 #include <time.h>
-#include <unistd.h>
 
 enum { BEAT_NS = KVP_TICK_MS * 500000, CLAIM_MS = 20 };
 
@@ -24,19 +22,10 @@ static void sleep_ms(uint64_t ms)
     nanosleep(&pause, NULL);
 }
 
-/* Hash of what names this machine through reboots. Simulated hosts are machines of their own. */
+/* Simulated hosts are machines of their own. */
 static uint64_t machine_id(const struct kvp_roster *roster)
 {
-    char id[64] = {0};
-    uint64_t hash = 0xcbf29ce484222325u;
-    int fd = open("/etc/machine-id", O_RDONLY | O_CLOEXEC);
-    ssize_t length = fd < 0 ? (gethostname(id, sizeof id - 1) ? 0 : (ssize_t)sizeof id) : read(fd, id, sizeof id);
-
-    if (fd >= 0)
-        close(fd);
-    for (ssize_t i = 0; i < length; i++)
-        hash = (hash ^ (uint8_t)id[i]) * 0x100000001b3u;
-    return (KVP_MODE == KVP_SIM ? hash ^ (roster->self + 1) * 0x9e3779b97f4a7c15u : hash) | 1;
+    return kvp_machine_id() ^ (KVP_MODE == KVP_SIM ? (roster->self + 1) * 0x9e3779b97f4a7c15u << 1 : 0);
 }
 
 /* ---- seeing the others ---- */
@@ -200,8 +189,8 @@ int kvp_host_claim(struct kvp_roster *roster)
     nc_write_fence(); /* the incarnation is in memory before anything else of this start: owners and evictors compare it */
     co_store(roster->beaten, clock_ns(CLOCK_BOOTTIME));
     roster->yields = kvp_host_yielded(roster) != KVP_ADOPTION_NONE; /* Dekker with kvp_host_adopt: after our incarnation */
-    if (KVP_MODE != KVP_NONCOHERENT)
-        return KVP_OK;
+    if (KVP_MODE == KVP_SIM)
+        return KVP_OK; /* all that simulate one host are in one cache */
     /* No instruction elects between machines that claim one number at once. Of two writers of a line one is last, and
      * both read that one once the writes have settled: a safety net for a misconfigured rack, not a protocol. */
     sleep_ms(CLAIM_MS);
