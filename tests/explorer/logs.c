@@ -19,12 +19,15 @@ static void append(void *argument)
 /* Read once what is there: never a record that is torn, or another one than was asked for. */
 static void follow(void *argument)
 {
-    uint64_t word[3], newest = 0;
+    uint64_t word[3], newest = 0, refreshed = 0;
     unsigned kind;
 
     for (uint64_t n = 1; n <= WRITTEN;) {
-        kvp_log_refresh(ring, RECORDS, n, 1);
-        nc_read_fence();
+        if (n >= refreshed) {
+            kvp_log_refresh(ring, RECORDS, n, RECORDS);
+            nc_read_fence();
+            refreshed = n + RECORDS;
+        }
         int read = kvp_log_read(ring, RECORDS, n, &kind, word, &newest);
         if (read == 0 && !argument)
             return;
@@ -37,7 +40,7 @@ static void follow(void *argument)
         for (uint64_t i = 0; i < 3; i++)
             EX_CHECK(word[i] == n * 16 + i && kind == n, "record %llu: word %llu is %#llx, kind %u", (unsigned long long)n,
                      (unsigned long long)i, (unsigned long long)word[i], kind);
-        ex_merge(++n);
+        ex_merge(++n << 8 | refreshed);
     }
 }
 
@@ -45,6 +48,7 @@ static void lapped_setup(void)
 {
     ring = ex_region(RECORDS * sizeof *ring, EX_NONCOHERENT, 0);
     ex_label(ring, RECORDS * sizeof *ring, sizeof *ring, "record");
+    ex_warm(2, ring, RECORDS * sizeof *ring);
     ex_spawn(0, append, NULL, 0);
     ex_spawn(1, follow, NULL, 0);
     ex_spawn(2, follow, ring, EX_LAST); /* afterwards everything that still stands must be there */
