@@ -188,7 +188,7 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
         /* A higher epoch: whatever the lost host's row says, ours counts. */
         uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[s])) + 1;
         kvp_owner_write(arena, s, epoch, arena->host, KVP_OWNER_TAKEN);
-        nc_write_fence(); /* ours is in memory before the first word changes */
+        nc_write_fence(); /* ours is in memory before the adoption is said to be complete: a host that is back reads the rows then */
         KVP_CRASH_POINT("adopt.owned");
         kvp_segment_settle(arena, s);
         adopted++;
@@ -203,8 +203,11 @@ uint32_t kvp_owners_reclaim(struct kvp_arena *arena)
 
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0), own = nc_load(&kvp_owners(arena, arena->host)[s]);
-        if (kvp_owner(arena, s) != arena->host || kvp_owner_state(own) != KVP_OWNER_TAKEN ||
-            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        int taken = kvp_owner_state(own) == KVP_OWNER_TAKEN;
+        if (kvp_owner(arena, s) != arena->host ||
+            !co_cas(&arena->segments[s], &seen,
+                    kvp_segment_word(taken ? KVP_SEGMENT_MOVING : KVP_SEGMENT_OFFERED, 0, taken ? arena->self : 0)) ||
+            !taken)
             continue;
         kvp_segment_refresh(arena, s);
         kvp_segment_settle(arena, s);

@@ -110,7 +110,7 @@ int kvp_segment_drain(struct kvp_arena *arena, uint32_t c, uint32_t segment)
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_HELD, c, 0));
     /* Dekker with whoever gives back or adopts the neighbour: HELD is visible before we read the neighbour's word,
      * or both leave the block on the border closed. */
-    nc_full_fence();
+    co_full_fence();
     open_blocks(arena, c, segment);
     return 0;
 }

@@ -165,12 +165,42 @@ static uint64_t draw(void)
     return getrandom(&drawn, sizeof drawn, 0) == sizeof drawn ? drawn | 1 : clock_ns(CLOCK_BOOTTIME) | 1;
 }
 
+static void write_adoption(struct kvp_roster *roster, uint32_t lost, uint64_t word)
+{
+    nc_u64 *adopted = &roster->hosts[roster->self].adopted[lost];
+
+    nc_store(adopted, word);
+    nc_write_back(adopted, 8);
+    nc_write_fence(); /* in memory before we look at the lost host, or touch a word of it: who wakes up sees it */
+}
+
+/* The second half of the Dekker with kvp_host_claim. */
+static int decide(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
+{
+    nc_invalidate(&roster->hosts[lost], KVP_LINE);
+    nc_full_fence(); /* the incarnation is read after our intent was written and its line dropped */
+    int same = nc_load(&roster->hosts[lost].incarnation) == incarnation;
+    write_adoption(roster, lost, same ? incarnation << 2 | KVP_ADOPTION_DECIDED : 0);
+    return same;
+}
+
+/* Adoptions of our former life go on, unless their host has come back: it may have stopped to yield to us when we were
+ * lost. The other half of this Dekker is in kvp_host_yields. */
+static void decide_anew(struct kvp_roster *roster)
+{
+    for (uint32_t lost = 0; lost < roster->count; lost++) {
+        uint64_t word = nc_load(&roster->hosts[roster->self].adopted[lost]);
+        if ((word & 3) == KVP_ADOPTION_INTENT || (word & 3) == KVP_ADOPTION_DECIDED)
+            decide(roster, lost, word >> 2);
+    }
+}
+
 int kvp_host_claim(struct kvp_roster *roster)
 {
     struct kvp_host *host = &roster->hosts[roster->self];
     uint64_t machine = machine_id(roster), drawn = draw();
 
-    nc_invalidate(host, KVP_LINE);
+    nc_invalidate(host, sizeof *host);
     kvp_host_watch(roster); /* with the fence that lets us read our own former slot */
     uint64_t incarnation = nc_load(&host->incarnation);
     int status = incarnation ? check_former(roster, machine, incarnation) : KVP_OK;
@@ -187,7 +217,8 @@ int kvp_host_claim(struct kvp_roster *roster)
     nc_write_back(host, KVP_LINE);
     nc_write_fence(); /* the incarnation is in memory before anything else of this start: owners and evictors compare it */
     co_store(roster->beaten, clock_ns(CLOCK_BOOTTIME));
-    roster->yields = kvp_host_yielded(roster) != KVP_ADOPTION_NONE; /* Dekker with kvp_host_adopt: after our incarnation */
+    roster->yields = kvp_host_yields(roster); /* Dekker with kvp_host_adopt: after our incarnation */
+    decide_anew(roster);
     if (KVP_MODE == KVP_SIM)
         return KVP_OK; /* all that simulate one host are in one cache */
     /* No instruction elects between machines that claim one number at once. Of two writers of a line one is last, and
@@ -211,25 +242,6 @@ void kvp_host_leave(struct kvp_roster *roster)
 }
 
 /* ---- adopting one ---- */
-
-static void write_adoption(struct kvp_roster *roster, uint32_t lost, uint64_t word)
-{
-    nc_u64 *adopted = &roster->hosts[roster->self].adopted[lost];
-
-    nc_store(adopted, word);
-    nc_write_back(adopted, 8);
-    nc_write_fence(); /* in memory before we look at the lost host, or touch a word of it: who wakes up sees it */
-}
-
-/* The second half of the Dekker with kvp_host_claim. */
-static int decide(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
-{
-    nc_invalidate(&roster->hosts[lost], KVP_LINE);
-    nc_full_fence(); /* the incarnation is read after our intent was written and its line dropped */
-    int same = nc_load(&roster->hosts[lost].incarnation) == incarnation;
-    write_adoption(roster, lost, same ? incarnation << 2 | KVP_ADOPTION_DECIDED : 0);
-    return same;
-}
 
 int kvp_host_adopt(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
 {
@@ -260,19 +272,19 @@ void kvp_host_adopted(struct kvp_roster *roster, uint32_t lost)
     write_adoption(roster, lost, nc_load(&roster->hosts[roster->self].adopted[lost]) | KVP_ADOPTION_COMPLETE);
 }
 
-enum kvp_adoption kvp_host_yielded(struct kvp_roster *roster)
+int kvp_host_yields(struct kvp_roster *roster)
 {
-    enum kvp_adoption least = KVP_ADOPTION_NONE;
-
     for (uint32_t h = 0; h < roster->count; h++)
-        if (h != roster->self)
+        if (h != roster->self) {
             nc_invalidate(&roster->hosts[h].adopted[roster->self], 8);
+            nc_invalidate(&roster->hosts[h], KVP_LINE);
+        }
     nc_full_fence(); /* what adopters have written is read after our incarnation was, and after the lines were dropped */
     for (uint32_t h = 0; h < roster->count; h++) {
         uint64_t word = h == roster->self ? 0 : nc_load(&roster->hosts[h].adopted[roster->self]);
-        enum kvp_adoption phase = (enum kvp_adoption)(word & 3);
-        if (word && word >> 2 == roster->incarnation - 1 && (least == KVP_ADOPTION_NONE || phase < least))
-            least = phase;
+        if (word && word >> 2 < roster->incarnation && (word & 3) != KVP_ADOPTION_COMPLETE &&
+            !kvp_host_fenced(roster, h, nc_load(&roster->hosts[h].incarnation)))
+            return 1;
     }
-    return least;
+    return 0;
 }

@@ -275,6 +275,28 @@ static void remove_race_setup(void)
 const struct ex_scenario scenario_remove_race = {.name = "remove-again", .what = "a key is removed and published again, another host follows",
                                         .setup = remove_race_setup, .check = check, .seconds = 60};
 
+/* Bytes that a host has matched stay while it uses them, whatever the owner removes and publishes. */
+static void remove_and_reuse(void *pool)
+{
+    struct kvp_key key = world_key(0);
+
+    kvp_remove(pool, 0, &key, 1);
+    world_merge(pool, 1);
+    world_put(pool, 2, 1);
+}
+
+static void remove_reuse_setup(void)
+{
+    make(1);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(reader);
+    world_spawn(owner, remove_and_reuse, 0);
+    world_spawn(reader, use_one, 0);
+    finish();
+}
+const struct ex_scenario scenario_remove_reuse = {.name = "remove-reuse", .what = "a key is removed and its block used anew while another host pins it",
+                                         .setup = remove_reuse_setup, .check = check, .seconds = 10};
+
 /* What is removed while somebody has it pinned loses its name only: nobody who comes later may learn it. */
 static void come_late(void *none)
 {

@@ -198,22 +198,23 @@ const struct ex_scenario scenario_giving_busy = {.name = "give-busy", .what = "a
                                         .setup = give_busy_setup, .check = check, .seconds = 60};
 
 /* A block is filled through a view and not published; the segment is given away. */
-static void fill_and_give(void *pool)
+static void fill_and_withdraw(void *pool)
 {
+    kvp_pool *mine = pool;
     uint32_t number;
 
-    if (kvp_reserve(pool, 0, 1, &number) == KVP_OK) {
-        nc_store((nc_u64 *)(void *)kvp_block_data(&giver->arena, kvp_block(0, number)), 0xbad);
-        kvp_withdraw(pool, 0, &number, 1);
-    }
-    world_merge(pool, 1);
-    give(pool);
+    if (kvp_reserve(mine, 0, 1, &number) != KVP_OK)
+        return;
+    nc_store((nc_u64 *)(void *)kvp_block_data(&mine->arena, kvp_block(0, number)), 0xbad);
+    kvp_withdraw(mine, 0, &number, 1);
+    mine->keeper.on_tick(mine->keeper.context); /* now others may have the block */
 }
 
 static void give_withdrawn_setup(void)
 {
-    make(1, 0);
-    world_spawn(giver, fill_and_give, 0);
+    make(2, 0);
+    world_spawn(giver, give_twice, 0);
+    world_spawn(world_join(1), fill_and_withdraw, 0);
     world_spawn(taker, take_and_put, 0);
     finish();
 }
@@ -264,11 +265,27 @@ static void must_evict(void *pool)
     EX_CHECK(world_put(pool, 3, 1) == 1, "a pin of the former owner holds a block");
 }
 
+/* Evicts a block of its own, and so reads the pins of all. */
+static void evict_and_take(void *pool)
+{
+    world_put(pool, 5, 1);
+    world_merge(pool, 2);
+    take_and_put(pool);
+}
+
 static void give_used_setup(void)
 {
-    make(1, 1);
+    uint32_t number[7];
+
+    taker = world_make(&(struct world_request){.blocks = 1, .hosts = 2, .workers = 1});
+    kvp_reserve(taker, 0, 7, number); /* of 8 blocks */
+    world_put(taker, 4, 1);
+    giver = world_join(1);
+    world_put(giver, 0, 1);
+    kvp_pool_follow(taker);
+    kvp_pool_follow(giver);
     world_spawn(giver, use_and_give, 0);
-    world_spawn(taker, take_and_put, 0);
+    world_spawn(taker, evict_and_take, 0);
     world_spawn(taker, take_and_put, EX_LAST);
     world_spawn(taker, must_evict, EX_LAST);
     finish();
@@ -310,3 +327,34 @@ static void want_setup(void)
 }
 const struct ex_scenario scenario_wanting = {.name = "want", .what = "a host that is full asks, and gets a segment", .setup = want_setup,
                                     .seconds = 10};
+
+/* ---- deaths that need more hands ---- */
+
+static void take_only_crash_setup(void)
+{
+    make(2, 0);
+    world_spawn(giver, give, 0);
+    world_spawn(world_join(0), take_and_put, EX_CRASHABLE);
+    world_spawn(taker, keeper, EX_ON_CRASH);
+    world_spawn(taker, put_again, EX_LAST);
+    finish();
+}
+const struct ex_scenario scenario_take_only_crash = {.name = "take-only-crash", .what = "a worker dies while it takes a segment",
+                                            .setup = take_only_crash_setup, .check = check, .died = world_died, .crashes = 1,
+                                            .seconds = 30};
+
+/* The segment is of no class. A worker dies as it makes it one's; another recovers it, a third gives the segment away. */
+static void give_recovered_setup(void)
+{
+    make(3, 0);
+    kvp_pool_give(giver, 0, 1);
+    kvp_pool_revoke(giver);
+    world_spawn(world_join(1), put_one, EX_CRASHABLE);
+    world_spawn(world_join(1), keeper, EX_ON_CRASH);
+    world_spawn(giver, give_twice, EX_ON_CRASH);
+    world_spawn(taker, take_and_put, EX_ON_CRASH);
+    finish();
+}
+const struct ex_scenario scenario_giving_recovered = {.name = "give-recovered", .what = "a segment moves while a dead worker's work on it is undone",
+                                             .setup = give_recovered_setup, .check = check, .died = world_died, .crashes = 1,
+                                             .seconds = 30};

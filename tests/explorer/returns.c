@@ -233,6 +233,108 @@ static void adopt_return_setup(void)
 const struct ex_scenario scenario_adopt_return = {.name = "adopt-return", .what = "a host is adopted and comes back at the same time",
                                          .setup = adopt_return_setup, .check = adopt_return_check, .seconds = 60};
 
+/* The host is reset once more while it yields: its third life must yield as well. */
+static void reset_again(void *pool)
+{
+    (void)pool;
+    while (!GHOST[0])
+        ex_spin();
+    ex_reset_host(2);
+    GHOST[1] = 2;
+    ex_wake();
+}
+
+static void return_first(void *none)
+{
+    (void)none;
+    come_back();
+    ex_wake();
+}
+
+static void return_again(void *none)
+{
+    while (GHOST[1] != 2)
+        ex_spin();
+    return_and_put(none);
+}
+
+static void twice_reborn_setup(void)
+{
+    make(3);
+    world_spawn(owner, put_one, 0);
+    world_spawn(other, adopt, 0);
+    world_spawn(world_join(0), reset_again, 0);
+    world_spawn_machine(2, return_first, EX_ON_CRASH);
+    world_spawn_machine(3, return_again, EX_ON_CRASH);
+    world_spawn(other, follow, EX_LAST);
+    world_spawn_machine(3, follow_returned, EX_LAST);
+    world_spawn(other, follow, EX_LAST);
+    world_spawn_machine(3, remember_returned, EX_LAST);
+    world_spawn(other, compare, EX_LAST);
+}
+const struct ex_scenario scenario_twice_reborn = {.name = "twice-reborn", .what = "a host is adopted, comes back, is reset and comes back again",
+                                         .setup = twice_reborn_setup, .check = adopt_return_check, .seconds = 60};
+
+/* ---- the adopter is lost, too ---- */
+
+static kvp_pool *adopter;
+
+static void adopt_owner(void *pool)
+{
+    int64_t adopted;
+
+    ex_reset_host(2);
+    while ((adopted = kvp_pool_fence(pool, 2, 1)) == KVP_E_BUSY)
+        ex_spin();
+}
+
+/* Host 1 is reset while it adopts host 2, and host 0 adopts it; host 2 comes back on another machine. */
+static void adopt_adopter(void *pool)
+{
+    int64_t adopted;
+
+    ex_reset_host(1);
+    while ((adopted = kvp_pool_fence(pool, 1, 1)) == KVP_E_BUSY)
+        ex_spin();
+    EX_CHECK(adopted >= 0, "an adopter that was reset cannot be adopted: %lld", (long long)adopted);
+}
+
+static void return_third(void *none)
+{
+    kvp_pool *pool = world_open(2);
+
+    (void)none;
+    EX_CHECK(pool, "a host that was reset cannot come back");
+    GHOST[0] = (uint64_t)(uintptr_t)pool;
+}
+
+static void adopter_lost_check(void)
+{
+    uint32_t here = kvp_owned(&other->arena), there = kvp_owned(&returned()->arena);
+
+    EX_CHECK(here + there == 3, "of 3 segments the last survivor owns %u, and the host that came back %u", here, there);
+}
+
+static void adopter_lost_setup(void)
+{
+    other = world_make(&(struct world_request){.blocks = 2, .hosts = 3, .workers = 2});
+    adopter = world_join(1);
+    owner = world_join(2);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(other);
+    kvp_pool_follow(adopter);
+    kvp_pool_follow(owner);
+    world_time_ns += 100 * SECOND;
+    world_spawn(adopter, adopt_owner, 0);
+    world_spawn(other, adopt_adopter, 0);
+    world_spawn_machine(3, return_third, EX_ON_CRASH);
+    world_spawn(other, follow, EX_LAST);
+    world_spawn_machine(3, remember_returned, EX_LAST);
+    world_spawn(other, compare, EX_LAST);
+}
+const struct ex_scenario scenario_adopter_lost = {.name = "adopter-lost", .what = "a host is reset while it adopts another, which comes back",
+                                         .setup = adopter_lost_setup, .check = adopter_lost_check, .seconds = 60};
+
 /* ---- a giver, or a taker, comes back ---- */
 
 static void give(void *pool)
@@ -429,8 +531,13 @@ const struct ex_scenario scenario_two_claims = {.name = "two-claims", .what = "t
 
 static void leave(void *pool)
 {
+    uint32_t number;
+
     world_put(pool, 2, 1);
     world_merge(pool, 1);
+    if (kvp_reserve(pool, 0, 1, &number) == KVP_OK)
+        kvp_withdraw(pool, 0, &number, 1); /* what it leaves is not as it was when a word was last published */
+    world_merge(pool, 2);
     kvp_pool_leave(pool);
     GHOST[1] = 1;
     ex_wake();
@@ -451,7 +558,7 @@ static void come_instead(void *none)
              (unsigned long long)pool->arena.roster.incarnation);
     world_merge(pool, 1);
     int found = world_use(pool, 0, 1) + world_use(pool, 1, 1) + world_use(pool, 2, 1) + world_use(pool, 3, 1);
-    EX_CHECK(found == 2, "of 2 published blocks %d are found after the host was moved", found);
+    EX_CHECK(found == 1 + (int)GHOST[4], "%d published blocks are found after the host was moved", found);
     world_put(pool, 3, 1);
     kvp_pool_leave(pool);
     GHOST[4]++;
