@@ -315,7 +315,49 @@ static void adopter_lost_check(void)
     EX_CHECK(here + there == 3, "of 3 segments the last survivor owns %u, and the host that came back %u", here, there);
 }
 
-static void adopter_lost_setup(void)
+/* It is not adopted but comes back itself, and goes on with its adoption only where nobody has relied on its being lost. */
+static void reset_adopter(void *pool)
+{
+    (void)pool;
+    ex_reset_host(1);
+    GHOST[1] = 1;
+    ex_wake();
+}
+
+static void reset_and_declare(void *pool)
+{
+    adopt_adopter(pool);
+    GHOST[1] = 1;
+    ex_wake();
+}
+
+static void return_adopter(void *none)
+{
+    (void)none;
+    while (!GHOST[1])
+        ex_spin();
+    kvp_pool *pool = world_open(1);
+    EX_CHECK(pool, "an adopter that was reset cannot come back");
+    GHOST[2] = (uint64_t)(uintptr_t)pool;
+    world_merge(pool, 1);
+    kvp_pool_follow(pool);
+}
+
+static void follow_adopter(void *none)
+{
+    (void)none;
+    kvp_pool_follow((kvp_pool *)(uintptr_t)GHOST[2]);
+}
+
+static void adopter_reborn_check(void)
+{
+    const kvp_pool *middle = (const kvp_pool *)(uintptr_t)GHOST[2];
+    uint32_t here = kvp_owned(&other->arena), there = kvp_owned(&returned()->arena), its = kvp_owned(&middle->arena);
+
+    EX_CHECK(here + there + its == 3, "of 3 segments the hosts own %u, %u and %u", here, its, there);
+}
+
+static void adopter_lost_make(void)
 {
     other = world_make(&(struct world_request){.blocks = 2, .hosts = 3, .workers = 2});
     adopter = world_join(1);
@@ -326,6 +368,39 @@ static void adopter_lost_setup(void)
     kvp_pool_follow(owner);
     world_time_ns += 100 * SECOND;
     world_spawn(adopter, adopt_owner, 0);
+}
+
+static void adopter_reborn(void (*lose)(void *pool))
+{
+    adopter_lost_make();
+    world_spawn(other, lose, 0);
+    world_spawn_machine(3, return_third, EX_ON_CRASH);
+    world_spawn_machine(4, return_adopter, EX_ON_CRASH);
+    world_spawn_machine(4, follow_adopter, EX_LAST);
+    world_spawn_machine(3, follow_returned, EX_LAST);
+    world_spawn(other, follow, EX_LAST);
+    world_spawn_machine(4, follow_adopter, EX_LAST);
+    world_spawn_machine(3, remember_returned, EX_LAST);
+    world_spawn(other, compare, EX_LAST);
+}
+
+static void adopter_reborn_setup(void)
+{
+    adopter_reborn(reset_adopter);
+}
+const struct ex_scenario scenario_adopter_reborn = {.name = "adopter-reborn", .what = "a host is reset while it adopts another, and both come back",
+                                           .setup = adopter_reborn_setup, .check = adopter_reborn_check, .seconds = 60};
+
+static void adopter_fenced_setup(void)
+{
+    adopter_reborn(reset_and_declare);
+}
+const struct ex_scenario scenario_adopter_fenced = {.name = "adopter-fenced", .what = "the same, and a third adopts the adopter",
+                                           .setup = adopter_fenced_setup, .check = adopter_reborn_check, .seconds = 60};
+
+static void adopter_lost_setup(void)
+{
+    adopter_lost_make();
     world_spawn(other, adopt_adopter, 0);
     world_spawn_machine(3, return_third, EX_ON_CRASH);
     world_spawn(other, follow, EX_LAST);
