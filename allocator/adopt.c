@@ -96,14 +96,16 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
                 kvp_set_hint(&arena->class[c], number);
 }
 
-static void clear_pins(struct kvp_arena *arena)
+/* What our former life has left in memory, which is not what our cache may hold of it: pins go, logs go on. */
+static void take_tables(struct kvp_arena *arena)
 {
     nc_u64 *high = kvp_pin_high(arena, arena->host);
 
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         nc_u64 *pins = kvp_pins(arena, arena->host, w);
         nc_invalidate(pins, arena->layout.pin_slots * 8ull);
-        nc_full_fence(); /* what our former incarnation left in memory is read, not what our cache may hold */
+        nc_invalidate(kvp_ring(arena, arena->host, w), arena->layout.log_records * sizeof(struct kvp_record));
+        nc_read_fence(); /* pins here, and records when a worker joins, are read after they were dropped */
         for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
             if (nc_load(&pins[i]))
                 nc_store(&pins[i], 0);
@@ -154,7 +156,7 @@ void kvp_arena_start(struct kvp_arena *arena)
         if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_MOVING)
             kvp_segment_settle(arena, s);
     kvp_recover_segments(arena, KVP_NO_WORKER); /* opens what is still closed in segments that are held */
-    clear_pins(arena);
+    take_tables(arena);
     nc_write_fence(); /* all of it is in memory before anybody is told that this host has started */
 }
 

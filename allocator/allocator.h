@@ -451,7 +451,8 @@ void kvp_owners_refresh(const struct kvp_arena *arena);
 void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state);
 /* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
-/* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.
+/* Take what is offered to us, up to our quota, and see what became of our own offers: those that were refused are ours again.
+ * The rows have been refreshed.
  * Returns how many segments became ours. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
 /* See which of our offers were taken: before the takers' records are read, which name blocks that are theirs by now. */

@@ -217,14 +217,27 @@ static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64
     return 1;
 }
 
+/* Has a worker, or a life, of the host that we offer the segment to ended in the middle of taking it? It does not try again. */
+static int is_refused(const struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]);
+    uint32_t to = kvp_owner_peer(own);
+
+    return kvp_owner_state(own) == KVP_OWNER_OFFER && to < arena->layout.hosts &&
+           nc_load(&kvp_owners(arena, to)[segment]) == kvp_owner_word(kvp_owner_epoch(own), arena->host, KVP_OWNER_ABORTED);
+}
+
 uint32_t kvp_owners_tick(struct kvp_arena *arena)
 {
     uint32_t taken = 0, owned = kvp_owned(arena), quota = arena->layout.quota;
 
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         enum kvp_segment_state state = kvp_segment_state(co_load(&arena->segments[s]));
-        if (state == KVP_SEGMENT_OFFERED)
+        if (state == KVP_SEGMENT_OFFERED) {
             see_offer(arena, s);
+            if (is_refused(arena, s))
+                kvp_owner_revoke(arena, s);
+        }
         if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota) || co_load32(&arena->head->yields))
             continue;
         for (uint32_t h = 0; h < arena->layout.hosts; h++) {
