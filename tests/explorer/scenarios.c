@@ -12,5 +12,6 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_giving, &scenario_giving_pinned, &scenario_revoking, &scenario_giver_crash, &scenario_taker_crash,
     &scenario_adopt, &scenario_adopt_read, &scenario_adopt_crash, &scenario_lost_reader, &scenario_moved, &scenario_reborn,
     &scenario_arguments, &scenario_pin_all, &scenario_lru, &scenario_fifo, &scenario_lfu, &scenario_leaf,
+    &scenario_damage, &scenario_open_damaged, &scenario_plan,
     NULL,
 };

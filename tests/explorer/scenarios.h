@@ -11,5 +11,6 @@ extern const struct ex_scenario scenario_publish, scenario_follow_crash, scenari
 extern const struct ex_scenario scenario_giving, scenario_giving_pinned, scenario_revoking, scenario_giver_crash, scenario_taker_crash;
 extern const struct ex_scenario scenario_adopt, scenario_adopt_read, scenario_adopt_crash, scenario_lost_reader, scenario_moved, scenario_reborn;
 extern const struct ex_scenario scenario_arguments, scenario_pin_all, scenario_lru, scenario_fifo, scenario_lfu, scenario_leaf;
+extern const struct ex_scenario scenario_damage, scenario_open_damaged, scenario_plan;
 
 #endif
