@@ -126,25 +126,31 @@ int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)
     return kvp_layout_check(&super->layout, mapped);
 }
 
+/* Words [0, n) of an image into private memory, as they are there now. */
+static void load_words(const nc_u64 *from, uint64_t *to, size_t n)
+{
+    nc_invalidate(from, n * 8);
+    nc_read_fence(); /* what our cache kept of an earlier pool, or of this one half made, is no superblock */
+    for (size_t i = 0; i < n; i++)
+        to[i] = nc_load(&from[i]);
+}
+
+enum { LINE_WORDS = KVP_LINE / 8 };
+
 int kvp_superblock_read(const struct kvp_superblock *super, uint64_t mapped, struct kvp_superblock *seen)
 {
     const nc_u64 *from = (const nc_u64 *)(const void *)super;
-    uint8_t *to = (uint8_t *)seen;
+    uint64_t before[LINE_WORDS], after[LINE_WORDS], words[offsetof(struct kvp_superblock, life) / 8 + LINE_WORDS];
 
     memset(seen, 0, sizeof *seen);
     if (mapped < KVP_PAGE)
         return kvp_superblock_verify(seen, mapped);
-    nc_invalidate(super, KVP_LINE);
-    nc_invalidate(&super->life, 8);
-    nc_read_fence(); /* the version and the life are of now: a device may have been another pool when we last looked */
-    uint64_t version = nc_load(&super->version), life = nc_load(&super->life);
-    nc_invalidate(super, offsetof(struct kvp_superblock, life));
-    nc_read_fence(); /* and the rest is not older than the version, which was written last */
-    for (size_t i = 0; i < offsetof(struct kvp_superblock, life) / 8; i++) {
-        uint64_t word = nc_load_relaxed(&from[i]);
-        memcpy(to + i * 8, &word, sizeof word);
-    }
-    memcpy(&seen->version, &version, sizeof version);
-    memcpy(&seen->life, &life, sizeof life);
+    load_words(from, before, LINE_WORDS);
+    load_words(from, words, sizeof words / 8); /* dropped after the version was read, so not older than that, which came last */
+    load_words(from, after, LINE_WORDS);
+    memcpy(seen, words, offsetof(struct kvp_superblock, life) + 8);
+    /* The line has the version and the identity, and goes first when a pool is made anew: if it stands, all is of one pool. */
+    if (memcmp(before, after, sizeof before) != 0 || memcmp(before, words, sizeof before) != 0)
+        memset(&seen->version, 0, sizeof seen->version);
     return kvp_superblock_verify(seen, mapped);
 }

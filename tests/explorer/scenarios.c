@@ -13,5 +13,6 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_adopt, &scenario_adopt_read, &scenario_adopt_crash, &scenario_lost_reader, &scenario_moved, &scenario_reborn,
     &scenario_arguments, &scenario_pin_all, &scenario_lru, &scenario_fifo, &scenario_lfu, &scenario_leaf,
     &scenario_damage, &scenario_open_damaged, &scenario_plan,
+    &scenario_making, &scenario_removing, &scenario_remove_used, &scenario_remove_silent, &scenario_remaking,
     NULL,
 };

@@ -12,5 +12,6 @@ extern const struct ex_scenario scenario_giving, scenario_giving_pinned, scenari
 extern const struct ex_scenario scenario_adopt, scenario_adopt_read, scenario_adopt_crash, scenario_lost_reader, scenario_moved, scenario_reborn;
 extern const struct ex_scenario scenario_arguments, scenario_pin_all, scenario_lru, scenario_fifo, scenario_lfu, scenario_leaf;
 extern const struct ex_scenario scenario_damage, scenario_open_damaged, scenario_plan;
+extern const struct ex_scenario scenario_making, scenario_removing, scenario_remove_used, scenario_remove_silent, scenario_remaking;
 
 #endif

@@ -82,6 +82,7 @@ void standins_add_machine(int machine, int regions, uint64_t bytes);
 uint8_t *standins_add_device(uint64_t bytes);
 void standins_mark_dead(int thread, const struct kvp_keeper *keeper);
 int standins_look_around(struct kvp_keeper *keeper);
+void standins_pass(uint64_t ns);
 
 /* Called, where a scenario sets them after its pool is made, when a worker sleeps, yields, or removes the pool's name. */
 extern void (*standins_asleep)(void), (*standins_yielding)(void), (*standins_unlinking)(void);
