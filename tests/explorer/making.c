@@ -46,8 +46,7 @@ static void open_and_put(void *none)
     EX_CHECK(!ghost->left || ghost->removed, "a pool that was not yet removed is opened by a host that has left");
     ghost->pool[1] = pool;
     world_merge(pool, UINT64_MAX - 1);
-    int found = world_use(pool, 0, 1);
-    EX_CHECK(found || !ghost->left || ghost->made, "nothing");
+    world_use(pool, 0, 1);
     EX_CHECK(world_put(pool, 2, 1) == 1, "a host that has joined a new pool cannot publish");
 }
 
@@ -80,7 +79,7 @@ static void making_setup(void)
     world_spawn_machine(1, compare, EX_LAST);
 }
 const struct ex_scenario scenario_making = {.name = "make", .what = "a pool is made while another host tries to open it",
-                                            .setup = making_setup, .check = check_both, .preemptions = 2, .events = 2};
+                                            .setup = making_setup, .check = check_both, .seconds = 60};
 
 /* ---- removed ---- */
 
@@ -223,6 +222,7 @@ static void remove_and_make(void *none)
     kvp_pool *pool = NULL;
     EX_CHECK(!world_create(), "a pool was made over one that lives");
     IS(kvp_pool_remove("explore:", 0), KVP_OK);
+    nc_full_fence(); /* as whoever says so by whatever way: until then others may open the old pool, and find it replaced */
     ghost->removed = 1;
     pool = world_create();
     EX_CHECK(pool, "the pool cannot be made anew");
@@ -240,7 +240,7 @@ static void leave_and_open(void *pool)
     while (!ghost->removed)
         ex_spin();
     open_and_put(NULL);
-    EX_CHECK(world_use(ghost->pool[1], 1, 1) == 0, "a key of the old pool is found in the new one");
+    EX_CHECK(world_use(ghost->pool[1], 0, 2) == 0, "a key of the old pool is found in the new one");
 }
 
 static void remaking_setup(void)
@@ -255,4 +255,4 @@ static void remaking_setup(void)
     world_spawn_machine(1, compare, EX_LAST);
 }
 const struct ex_scenario scenario_remaking = {.name = "remake", .what = "a pool is removed and made anew on a device",
-                                              .setup = remaking_setup, .check = check_both, .preemptions = 2, .events = 2};
+                                              .setup = remaking_setup, .check = check_both, .seconds = 60};
