@@ -14,5 +14,7 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_arguments, &scenario_pin_all, &scenario_lru, &scenario_fifo, &scenario_lfu, &scenario_leaf,
     &scenario_damage, &scenario_open_damaged, &scenario_plan,
     &scenario_making, &scenario_removing, &scenario_remove_used, &scenario_remove_silent, &scenario_remaking,
+    &scenario_returning, &scenario_cut_off, &scenario_asked,
+    &scenario_class_lost, &scenario_class_moved, &scenario_class_border, &scenario_class_free,
     NULL,
 };
