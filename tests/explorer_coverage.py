@@ -14,7 +14,7 @@ from pathlib import Path
 import explorer_build as explorer
 import native_build as build
 
-RUNS = ("random=20000", "seconds=15")
+RUNS = ("random=4000", "seconds=2")
 UNIT_FLAGS = ("-O1", "--coverage")
 
 
