@@ -7,14 +7,17 @@ an oracle. The order of the search is fixed, so a number of runs is the same set
 from __future__ import annotations
 
 import platform
+import shutil
 
 import explorer_build as explorer
+import explorer_coverage as coverage
 import native_build as build
 import pytest
 
 RUNS = 100_000  # of a scenario that does not come to its end in a few seconds
 ENDING = {"ownership", "recoverers", "copy", "copy-after", "publish", "remove-again", "give"}
 SCHEDULES_MIN = 1_000_000
+COVERAGE_MIN = 0.95  # of the lines of the C core
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the explorer switches x86-64 stacks")
 
@@ -48,3 +51,15 @@ def test_the_instrument_works():
     at = next(i for i, line in enumerate(lines, 1) if "nc_invalidate(kvp_pins(arena, h, w)" in line)
     result = explorer.run("pin-after", "runs=20000", "seconds=60", f"mutate=allocator/blocks.c:{at}:invalidate")
     assert result["failed"]
+
+
+@pytest.mark.timeout(900)
+def test_the_scenarios_pass_nearly_every_line():
+    """What is left are other modes' branches, and answers to what the stand-ins of the explorer never do."""
+    if not shutil.which("gcov"):
+        pytest.skip("gcov is not here")
+    lines = coverage.measure()
+    missed = {name: [number for number, passed in sorted(of.items()) if not passed] for name, of in sorted(lines.items())}
+    print(missed)
+    assert len(lines) >= 20
+    assert coverage.share(lines) >= COVERAGE_MIN, missed

@@ -235,6 +235,39 @@ static void unpinned_setup(void)
 const struct ex_scenario scenario_class_unpinned = {.name = "class-unpinned", .what = "the same, and what was in the way is unpinned meanwhile",
                                                     .setup = unpinned_setup, .check = check, .preemptions = 3, .events = 1};
 
+/* What one worker has reserved is its own until it is published, also while another drains the segment. */
+static void reserve_and_publish(void *argument)
+{
+    kvp_pool *pool = argument;
+    uint64_t bytes = world_content(2, 0), ref;
+    struct kvp_key key = world_key(2);
+    uint32_t number;
+
+    if (kvp_reserve(pool, 0, 1, &number) != KVP_OK)
+        return;
+    IS(kvp_fill(pool, 0, number, &bytes, 8), KVP_OK);
+    IS(kvp_publish(pool, 0, &number, &key, 1, &ref), 1);
+    world_use(pool, 2, 1);
+}
+
+static void reserved_setup(void)
+{
+    uint32_t number[48];
+
+    make(3, 3);
+    pinner = world_join(0); /* it has all blocks that are not in the segment */
+    IS(kvp_reserve(pinner, 0, 48, number), KVP_OK);
+    for (uint32_t i = 0; i < 48; i++)
+        if (number[i] < 24)
+            number[i] = KVP_NO_BLOCK;
+    IS(kvp_withdraw(pinner, 0, number, 48), KVP_OK);
+    kvp_spill(&pinner->arena);
+    world_spawn(second, reserve_and_publish, 0);
+    world_spawn(first, drain_second, 0);
+}
+const struct ex_scenario scenario_class_reserved = {.name = "class-reserved", .what = "a worker reserves in a segment that another drains",
+                                                    .setup = reserved_setup, .check = check, .seconds = 30};
+
 /* Two workers adopt the two free segments of a host, for one class or for two. */
 static void adopt_large(void *pool)
 {

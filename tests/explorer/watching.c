@@ -78,6 +78,15 @@ static void watch_events(void *pool)
     read_events(pool, &later);
 }
 
+/* One look shows all that had been written when it began. */
+static void read_last(void *pool)
+{
+    uint64_t position = owner->log_sequence - 2;
+
+    read_events(pool, &position);
+    IS(position, owner->log_sequence);
+}
+
 /* In the end all of it has been said, in order. */
 static void read_to_end(void *pool)
 {
@@ -114,6 +123,7 @@ static void events_setup(void)
     make(1);
     world_spawn(owner, put_two, 0);
     world_spawn(remote, watch_events, 0);
+    world_spawn(remote, read_last, EX_LAST);
     world_spawn(remote, read_to_end, EX_LAST);
 }
 const struct ex_scenario scenario_watch_events = {.name = "watch-events", .what = "events are read while they are overwritten, from another host",
