@@ -201,7 +201,7 @@ static void remove_setup(void (*remover)(void *), void (*asleep)(void))
     ex_warm(2, maker->arena.roster.hosts, maker->arena.layout.hosts * sizeof(struct kvp_host));
     world_spawn_machine(2, remover, 0);
     world_spawn(user, beat, 0);
-    standins_asleep = asleep;
+    world_slept = asleep;
 }
 static void remove_used_setup(void) { remove_setup(remove_used, sleep_in_remove); }
 static void remove_silent_setup(void) { remove_setup(remove_silent, NULL); }
@@ -248,7 +248,13 @@ static void remaking_setup(void)
     make();
     world_add_memory(0);
     world_add_memory(1);
+    for (int i = 0; i < 8; i++) { /* the old logs go further than the new ones ever will */
+        kvp_log_event(maker, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
+        kvp_log_event(user, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
+    }
     standins_kind = KVP_MAP_DAX;
+    for (int host = 0; host < 2; host++) /* all of the old pool but its payload */
+        ex_warm(host, maker->arena.roster.hosts, maker->arena.layout.payload_offset - maker->arena.layout.hosts_offset);
     world_spawn(maker, remove_and_make, 0);
     world_spawn(user, leave_and_open, 0);
     world_spawn_machine(0, remember, EX_LAST);

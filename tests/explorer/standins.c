@@ -28,8 +28,10 @@ void *standin_realloc(void *old, size_t bytes)
 }
 
 uint64_t world_time_ns;
+int world_same_boot, world_other_machines;
+void (*world_slept)(void);
 static uint64_t slept_ns[EX_THREADS]; /* each thread's own: time passes for who waits */
-void (*standins_asleep)(void), (*standins_yielding)(void), (*standins_unlinking)(void);
+void (*standins_yielding)(void), (*standins_unlinking)(void);
 uint64_t standins_forks;
 int standins_kind;
 static uint8_t drawn; /* identities of pools */
@@ -51,9 +53,9 @@ void standins_pass(uint64_t ns)
 int standin_sleep(const struct timespec *pause, struct timespec *left)
 {
     (void)left;
-    if (standins_asleep)
-        standins_asleep();
     standins_pass((uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec);
+    if (ex_is_running() && world_slept)
+        world_slept();
     return 0;
 }
 
@@ -68,7 +70,7 @@ int standin_yield(void)
 /* A pool's identity is another one each time that this machine makes one. */
 long standin_getrandom(void *p, size_t bytes)
 {
-    memset(p, 0x5a, bytes);
+    memset(p, 0x5a + ex_me(), bytes);
     if (bytes == sizeof(uint8_t[16]))
         *(uint8_t *)p = ++drawn;
     return (long)bytes;
@@ -96,10 +98,15 @@ uint64_t kvp_fork_count(void)
     return standins_forks;
 }
 
-/* A machine that comes in a run has not been there before. */
+/* A machine that comes in a run is, unless the scenario says otherwise, the one that was there before, reset. */
 uint64_t kvp_boot_id(void)
 {
-    return ex_is_running() ? 2 + (uint64_t)ex_my_host() : 1;
+    return ex_is_running() && !world_same_boot ? 2 + (uint64_t)ex_my_host() : 1;
+}
+
+uint64_t kvp_machine_id(void)
+{
+    return ex_is_running() && world_other_machines ? 3 + 2 * (uint64_t)ex_my_host() : 1;
 }
 
 /* ---- payload: one word a line stands for the line ---- */
@@ -143,9 +150,11 @@ void standins_reset(void)
     ex_private(&drawn, sizeof drawn);
     ex_private(&standins_forks, sizeof standins_forks);
     world_time_ns = 1000000000u;
-    standins_asleep = standins_yielding = standins_unlinking = NULL;
+    standins_yielding = standins_unlinking = NULL;
     standins_forks = 0;
     standins_kind = KVP_MAP_SHM;
+    world_same_boot = world_other_machines = 0;
+    world_slept = NULL;
 }
 
 /* A run makes no regions: machines that join in one, and pools that are made in one, have their memory from the start. */

@@ -337,6 +337,14 @@ void world_compare(kvp_pool *pool, uint32_t keys)
     }
 }
 
+void world_check_here(kvp_pool *pool)
+{
+    struct kvp_check check;
+
+    IS(kvp_pool_check(pool, &check), KVP_OK);
+    EX_CHECK(!check.problems, "check: %s", check.first);
+}
+
 void world_check(kvp_pool *pool)
 {
     struct kvp_check check = {0};

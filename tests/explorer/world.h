@@ -12,6 +12,9 @@
 
 /* Of all workers; scenarios set it before the threads run. */
 extern uint64_t world_time_ns;
+extern int world_same_boot;      /* machines that come in a run say that they have not been reset: their memory is new */
+extern int world_other_machines; /* they say that they have not been there before */
+extern void (*world_slept)(void); /* what else happens while a thread sleeps */
 
 struct world_request {
     uint32_t hosts, workers; /* workers: of each host */
@@ -75,6 +78,8 @@ void world_compare(kvp_pool *pool, uint32_t keys);
 int world_recover(kvp_pool *pool);
 /* The pool's own check finds nothing, as the host of the pool sees it; in ex_scenario.check. */
 void world_check(kvp_pool *pool);
+/* The same in a thread, for a host that has moved to another machine. */
+void world_check_here(kvp_pool *pool);
 
 /* For standins.c. */
 void standins_reset(void);
@@ -84,8 +89,8 @@ void standins_mark_dead(int thread, const struct kvp_keeper *keeper);
 int standins_look_around(struct kvp_keeper *keeper);
 void standins_pass(uint64_t ns);
 
-/* Called, where a scenario sets them after its pool is made, when a worker sleeps, yields, or removes the pool's name. */
-extern void (*standins_asleep)(void), (*standins_yielding)(void), (*standins_unlinking)(void);
+/* Called, where a scenario sets them after its pool is made, when a worker yields, or removes the pool's name. */
+extern void (*standins_yielding)(void), (*standins_unlinking)(void);
 extern uint64_t standins_forks; /* as if this process were the child of so many forks */
 extern int standins_kind;       /* enum kvp_mapping_kind */
 
