@@ -15,7 +15,17 @@ import native_build as build
 import pytest
 
 RUNS = 100_000  # of a scenario that does not come to its end in a few seconds
-ENDING = {"ownership", "recoverers", "copy", "copy-after", "publish", "remove-again", "give", "remove-pool", "remove-used"}
+ENDING = {
+    "ownership",
+    "recoverers",
+    "copy",
+    "copy-after",
+    "publish",
+    "remove-again",
+    "give",
+    "remove-pool",
+    "remove-used",
+}
 ENDING |= {"remove-silent", "cut-off", "watch-remote"}
 ALONE = {"arguments", "pin-all", "lru", "fifo", "lfu", "leaf", "damage", "open-damaged", "plan"}  # one worker, one run
 LONG = {"make", "remake", "class-lost", "class-moved", "class-race", "class-unpinned", "crowded"}
@@ -66,7 +76,9 @@ def test_the_scenarios_pass_nearly_every_line():
     if not shutil.which("gcov"):
         pytest.skip("gcov is not here")
     lines = coverage.measure()
-    missed = {name: [number for number, passed in sorted(of.items()) if not passed] for name, of in sorted(lines.items())}
+    missed = {
+        name: [number for number, passed in sorted(of.items()) if not passed] for name, of in sorted(lines.items())
+    }
     print(missed)
     assert len(lines) >= 20
     assert coverage.share(lines) >= COVERAGE_MIN, missed
