@@ -29,7 +29,7 @@ ENDING = {
 ENDING |= {"remove-silent", "cut-off", "watch-remote"}
 ALONE = {"arguments", "pin-all", "lru", "fifo", "lfu", "leaf", "damage", "open-damaged", "plan"}  # one worker, one run
 LONG = {"make", "remake", "class-lost", "class-moved", "class-race", "class-unpinned", "crowded"}
-LONG_OPTIONS = ("random=15000", "pb=99", "ev=99")  # of runs of thousands of steps a search would see the ends only
+LONG_OPTIONS = ("random=10000", "pb=99", "ev=99")  # of runs of thousands of steps a search would see the ends only
 SCHEDULES_MIN = 1_000_000
 COVERAGE_MIN = 0.95  # of the lines of the C core
 

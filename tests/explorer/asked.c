@@ -98,5 +98,5 @@ static void setup(void)
     world_spawn(owner, owner_is_rid_of_it, EX_LAST);
     world_spawn(reader, must_be_settled, EX_LAST);
 }
-const struct ex_scenario scenario_asked = {.name = "ask-again", .what = "a removal is asked for, the owner is lapped, and asked again",
+const struct ex_scenario scenario_asked = {.name = "ask-again", .what = "a removal is asked for of an owner that is lapped, and again",
                                            .setup = setup, .check = check, .seconds = 30};
