@@ -11,9 +11,10 @@ static struct ghost {
 static void put(void *pool)
 {
     IS(world_put(pool, 0, 1), 1);
-    ghost->published = 1;
     world_merge(pool, 1);
-    kvp_pool_follow(pool);
+    kvp_pool_follow(pool); /* with a fence: the record is there for all */
+    ghost->published = 1;
+    ex_wake();
 }
 
 /* Whoever reads our log next finds only what is at its end. */
