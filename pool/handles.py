@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpool.bindings import ffi, lib
 from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, WrongThread
+from kvpool.keys import KeysLike, key_buffer
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -93,7 +94,8 @@ class Reservation:
     """Blocks to fill and publish. A context manager: what is not published when it ends is withdrawn.
 
     Belongs to the thread that made it (`WrongThread` elsewhere). `views` are writable until publish or withdraw; do not
-    keep other writable references to their memory. `keys[i]` will name `views[i]`.
+    keep other writable references to their memory. `keys[i]` will name `views[i]`; blocks that were reserved by number
+    have no keys until `publish`.
     """
 
     __slots__ = ("__weakref__", "_pool", "_thread", "_views", "block_class", "blocks", "held", "keys", "refs")
@@ -161,13 +163,17 @@ class Reservation:
             view.flags.writeable = False
         self._views.clear()
 
-    def publish(self) -> int:
+    def publish(self, keys: KeysLike | None = None) -> int:
         """Make all blocks visible at once under their keys; returns how many are ours.
 
+        `keys`: if they were not known when the blocks were reserved (or are others now), one per block.
+
         A block whose key was published by somebody else meanwhile is given back: the first whole block wins. `refs[i]`
-        is the reference of block i, 0 if it was given back. Raises `NotOwned` when there is nothing left to publish.
+        is the reference of block i, 0 if it was given back. Raises `NotOwned` when there is nothing left to publish,
+        `InvalidArgument` if there are no keys, or not one per block.
         """
         self._enter()
+        self._name(keys)
         pointer, count = self.keys
         if count and not self.is_open:
             raise NotOwned("this reservation is over: it was published or withdrawn before")
@@ -188,6 +194,13 @@ class Reservation:
         self._end()
         self.refs = refs
         return published
+
+    def _name(self, keys: KeysLike | None) -> None:
+        """From here on these are the keys of the blocks."""
+        pointer, count = self.keys if keys is None else key_buffer(keys)
+        if count != len(self) or (count and pointer == ffi.NULL):
+            raise InvalidArgument(f"{len(self)} blocks and {count if pointer else 0} keys: one key per block")
+        self.keys = pointer, count
 
     def withdraw(self) -> None:
         """Give unpublished blocks back. Idempotent."""

@@ -30,6 +30,23 @@ def test_match_is_the_longest_prefix(ns):
     assert ns.contains(keys).tolist() == [True] * 7 + [False] * 2 + [True] * 11
 
 
+def test_blocks_may_get_their_keys_at_the_end(ns):
+    keys = ns.named(["some", "names"])
+    with ns.reserve(2) as new:
+        for key, view in zip(keys, new.views, strict=True):
+            view[:] = payload(key)
+        for wrong in (None, keys[:1], []):
+            with pytest.raises(kvpool.InvalidArgument, match="one key per block"):
+                new.publish(wrong)
+        assert new.publish(keys) == 2
+    with ns.match(keys) as hit:
+        assert [bytes(view) for view in hit.views] == [bytes(payload(key)) for key in keys]
+    with ns.reserve(0) as new:
+        assert new.publish() == 0
+    with pytest.raises(kvpool.InvalidArgument):
+        ns.reserve(-1)
+
+
 def test_nothing_is_visible_before_publish(ns):
     keys = ns.keys(range(160))
     with ns.reserve(keys) as new:
