@@ -201,8 +201,23 @@ static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers
     return status;
 }
 
-int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
-                            struct kvp_order *order)
+/* Pinned from before anybody can see them, or not published at all. */
+static int64_t publish_pinned(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                              struct kvp_order *order)
+{
+    int64_t result = kvp_pin_reserved(&pool->arena, c, numbers, n);
+
+    if (result)
+        return result;
+    result = publish(pool, c, numbers, keys, n, refs, order);
+    if (result < 0)
+        memset(refs, 0, n * sizeof *refs);
+    kvp_unpin_blocks(&pool->arena, c, numbers, refs, n);
+    return result;
+}
+
+static int64_t publish_locked(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                              struct kvp_order *order, int is_pinned)
 {
     int64_t result = kvp_enter_class(pool, c);
 
@@ -216,23 +231,45 @@ int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const
     if (result == KVP_OK && KVP_MANY_HOSTS)
         result = kvp_host_assure(&pool->arena.roster); /* who was declared lost while it slept changes nothing any more */
     if (result == KVP_OK) {
-        result = publish(pool, c, numbers, keys, n, refs, order);
-        memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
+        result = is_pinned ? publish_pinned(pool, c, numbers, keys, n, refs, order)
+                           : publish(pool, c, numbers, keys, n, refs, order);
+        if (result != KVP_E_PINS)
+            memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
     }
     order->done += n;
     kvp_unlock(pool);
     return result;
 }
 
+int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                            struct kvp_order *order)
+{
+    return publish_locked(pool, c, numbers, keys, n, refs, order, 0);
+}
+
+/* What was written through views is in our cache only; who copied in has written it back. */
+static void write_back_blocks(const kvp_pool *pool, uint32_t c, const uint32_t *numbers, uint32_t n)
+{
+    for (uint32_t i = 0; KVP_MANY_HOSTS && i < n && c < pool->arena.layout.classes; i++)
+        if (numbers[i] < pool->arena.class[c].blocks)
+            nc_write_back(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
+}
+
 int64_t kvp_publish(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
 {
     struct kvp_order order = kvp_order_of_call(pool, n);
 
-    /* What was written through views is in our cache only; who copied in has written it back. */
-    for (uint32_t i = 0; KVP_MANY_HOSTS && i < n && c < pool->arena.layout.classes; i++)
-        if (numbers[i] < pool->arena.class[c].blocks)
-            nc_write_back(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
-    return kvp_publish_ordered(pool, c, numbers, keys, n, refs, &order);
+    write_back_blocks(pool, c, numbers, n);
+    return publish_locked(pool, c, numbers, keys, n, refs, &order, 0);
+}
+
+int64_t kvp_publish_pinned(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
+{
+    struct kvp_order order = kvp_order_of_call(pool, n);
+
+    memset(refs, 0, n * sizeof *refs);
+    write_back_blocks(pool, c, numbers, n);
+    return publish_locked(pool, c, numbers, keys, n, refs, &order, 1);
 }
 
 /* ---- removing ---- */
