@@ -118,7 +118,7 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 
 /* ---- publishing ---- */
 
-/* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back, because an earlier block
+/* Tag and enter one block: its reference if it may become LIVE; 0 if it stays reserved, because an earlier block
  * stands under its key or because the directory has no room there. */
 static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref,
                  struct kvp_lines *lines)
@@ -136,7 +136,18 @@ static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_k
     kvp_count(pool, entered ? KVP_COUNT_UNINDEXED : KVP_COUNT_DUPLICATES, 1);
     kvp_set_tag(&pool->arena, c, number, 0, 0);
     *ref = 0;
-    return kvp_free(&pool->arena, c, &number, 1);
+    return KVP_OK;
+}
+
+/* Blocks that were not published go back. */
+static int free_losers(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const uint64_t *refs, uint32_t n)
+{
+    int status = KVP_OK;
+
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        if (!refs[i])
+            status = kvp_free(&pool->arena, c, &numbers[i], 1);
+    return status;
 }
 
 static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
@@ -201,7 +212,7 @@ static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers
     return status;
 }
 
-/* Pinned from before anybody can see them, or not published at all. */
+/* Pinned from before anybody can see them; those that are not published stay reserved. */
 static int64_t publish_pinned(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
                               struct kvp_order *order)
 {
@@ -213,7 +224,20 @@ static int64_t publish_pinned(kvp_pool *pool, uint32_t c, uint32_t *numbers, con
     if (result < 0)
         memset(refs, 0, n * sizeof *refs);
     kvp_unpin_blocks(&pool->arena, c, numbers, refs, n);
+    for (uint32_t i = 0; i < n; i++)
+        if (refs[i])
+            numbers[i] = KVP_NO_BLOCK;
     return result;
+}
+
+static int64_t publish_unpinned(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                                struct kvp_order *order)
+{
+    int64_t result = publish(pool, c, numbers, keys, n, refs, order);
+    int status = result < 0 ? KVP_OK : free_losers(pool, c, numbers, refs, n);
+
+    memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
+    return status ? status : result;
 }
 
 static int64_t publish_locked(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
@@ -230,12 +254,8 @@ static int64_t publish_locked(kvp_pool *pool, uint32_t c, uint32_t *numbers, con
         result = check_publication(pool, c, numbers, keys, n);
     if (result == KVP_OK && KVP_MANY_HOSTS)
         result = kvp_host_assure(&pool->arena.roster); /* who was declared lost while it slept changes nothing any more */
-    if (result == KVP_OK) {
-        result = is_pinned ? publish_pinned(pool, c, numbers, keys, n, refs, order)
-                           : publish(pool, c, numbers, keys, n, refs, order);
-        if (result != KVP_E_PINS)
-            memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
-    }
+    if (result == KVP_OK)
+        result = (is_pinned ? publish_pinned : publish_unpinned)(pool, c, numbers, keys, n, refs, order);
     order->done += n;
     kvp_unlock(pool);
     return result;

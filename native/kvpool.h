@@ -304,7 +304,8 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* The same for who goes on reading what it publishes: each refs[i] that is not 0 is also a pin of the caller's, which stands
- * before anybody can see the block. PINS: then nothing has happened. */
+ * before anybody can see the block; where refs[i] is 0 the block stays reserved and keeps its number. PINS: then nothing has
+ * happened. */
 int64_t kvp_publish_pinned(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
  * pin has gone. Returns how many were present. BUSY: a worker that is stopped holds one of the blocks for eviction, and may

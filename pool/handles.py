@@ -179,8 +179,8 @@ class Reservation:
     def publish_pinned(self, keys: KeysLike | None = None) -> Hit:
         """As `publish`, for who goes on reading these blocks: the Hit pins them from before anybody can see them.
 
-        It has an entry per block; where one was given back, `refs` has a 0 and `blocks` 0xFFFFFFFF. Raises `NoPins` as
-        well: then nothing has happened.
+        It has an entry per block; where another block of the key was there, `refs` has a 0, `blocks` 0xFFFFFFFF, and
+        our block stays reserved until `withdraw`. Raises `NoPins` as well: then nothing has happened.
         """
         self._enter()
         hit = Hit(self._pool, self.block_class, len(self))

@@ -71,7 +71,14 @@ def test_a_block_that_lost_is_not_pinned(pool, ns, rack):
     keys = ns.keys(range(32))
     with ns.reserve(keys) as new:
         fill(ns, keys[:1])
+        new.views[0][:] = 7
         hit = new.publish_pinned()
+        assert new.is_open
+        pool.evict(64)
+        fill(ns, ns.keys(range(1000, 1000 + 16 * 62)))
+        assert (pool.tensor()[new.blocks[0]] == 7).all()  # still ours
+        with pytest.raises(kvpool.OutOfRange):
+            new.publish()
     assert hit.refs[0] == 0
     assert hit.refs[1] != 0
     assert hit.blocks[0] == 0xFFFFFFFF
