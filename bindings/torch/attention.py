@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvpool.bindings.errors import InvalidArgument, OutOfRange
 
-__all__ = ["check_paged", "paged_attention"]
+__all__ = ["attend", "check_paged", "paged_attention"]
 
 # Below every score; finite, so that a row that has seen only masked tokens stays a number.
 NONE = -1e30
@@ -67,34 +69,41 @@ def paged_attention(
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     for sequence, length in enumerate(lengths.tolist()):
         table = tables[sequence].tolist()
-        out[sequence] = _one(query[sequence], keys, values, table, length, (factor, window, softcap))
+        out[sequence] = attend(
+            query[sequence], keys, values, table, length, scale=factor, window=window, softcap=softcap
+        )
     return out
 
 
-def _one(
+def attend(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: list[int],
+    keys: torch.Tensor | Sequence[torch.Tensor],
+    values: torch.Tensor | Sequence[torch.Tensor],
+    table: Sequence[int],
     length: int,
-    rules: tuple[float, int | None, float | None],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """One sequence: [tokens, heads, key_dim] to [tokens, heads, value_dim]."""
-    scale, window, softcap = rules
+    """One sequence, as in `paged_attention` but unchecked: [tokens, heads, key_dim] to [tokens, heads, value_dim].
+
+    `keys[table[i]]` and `values[table[i]]` are block i; so they may also be lists of single blocks.
+    """
     tokens, heads, dim = query.shape
-    kv_heads, block_tokens = keys.shape[1:3]
+    kv_heads, block_tokens, value_dim = values[table[0]].shape
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = heads // kv_heads
     # Rows of one kv head: its query heads, and for each the tokens.
     rows = query.to(work).transpose(0, 1).reshape(kv_heads, group * tokens, dim) * scale
     at = torch.arange(length - tokens, length, device=query.device).repeat(group)[None, :, None]
     best = rows.new_full((kv_heads, group * tokens, 1), NONE)
-    total, sums = torch.zeros_like(best), rows.new_zeros((kv_heads, group * tokens, values.shape[-1]))
+    total, sums = torch.zeros_like(best), rows.new_zeros((kv_heads, group * tokens, value_dim))
     first = 0 if window is None else max(0, length - tokens - window + 1) // block_tokens
     for index in range(first, -(-length // block_tokens)):
         begin = index * block_tokens
         count = min(block_tokens, length - begin)
-        scores = rows @ keys[table[index], :, :count].to(work).transpose(1, 2)
+        scores = rows @ keys[table[index]][:, :count].to(work).transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         where = torch.arange(begin, begin + count, device=query.device)[None, None]
@@ -105,7 +114,7 @@ def _one(
         higher = torch.maximum(best, scores.amax(-1, keepdim=True))
         shares, keep = torch.exp(scores - higher).masked_fill(hidden, 0), torch.exp(best - higher)
         total = total * keep + shares.sum(-1, keepdim=True)
-        sums = sums * keep + shares @ values[table[index], :, :count].to(work)
+        sums = sums * keep + shares @ values[table[index]][:, :count].to(work)
         best = higher
     found = (sums / total).reshape(heads, tokens, -1).transpose(0, 1)
     return found.to(query.dtype)

@@ -39,6 +39,17 @@ class KVLayout:
         return self.layers * self._layer_items * int(self.dtype.itemsize)
 
     @property
+    def row_shape(self) -> tuple[int, int]:
+        """A block as [layers, items]."""
+        return self.layers, self._layer_items
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and the values of blocks [.., layers, items]: [.., layers, kv_heads, block_tokens, dim]."""
+        items = self.kv_heads * self.block_tokens * self.key_dim
+        keys = rows[..., :items].unflatten(-1, (self.kv_heads, self.block_tokens, self.key_dim))
+        return keys, rows[..., items:].unflatten(-1, (self.kv_heads, self.block_tokens, self.value_dim))
+
+    @property
     def _layer_items(self) -> int:
         return self.kv_heads * self.block_tokens * (self.key_dim + self.value_dim)
 
@@ -88,11 +99,8 @@ class PagedTensors:
         if block_class is None:
             block_class = class_for(pool, layout.block_bytes, f"the layout {layout.name} in {layout.dtype_name}")
         self.pool, self.layout, self.block_class = pool, layout, block_class
-        per_layer = layout.block_bytes // layout.dtype.itemsize // layout.layers
-        self.blocks = pool_tensor(pool, block_class, layout.dtype, (layout.layers, per_layer))
-        split = layout.kv_heads * layout.block_tokens * layout.key_dim
-        self._keys = self.blocks[:, :, :split].unflatten(2, (layout.kv_heads, layout.block_tokens, layout.key_dim))
-        self._values = self.blocks[:, :, split:].unflatten(2, (layout.kv_heads, layout.block_tokens, layout.value_dim))
+        self.blocks = pool_tensor(pool, block_class, layout.dtype, layout.row_shape)
+        self._keys, self._values = layout.split(self.blocks)
 
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, kv_heads, block_tokens, key_dim] of a layer."""
