@@ -109,6 +109,24 @@ def test_a_load_holds_its_pins_until_the_copies_have_ended(pool, ns):
     assert device.balance() == EMPTY
 
 
+def test_nothing_is_let_go_before_the_wait(pool, ns, monkeypatch):
+    """What stands at the moment when the copies are waited for: they are not done yet."""
+    device, memory, seen = guarded(pool), Memory(BLOCK), []
+    wait = device.wait
+
+    def watched(event):
+        report = pool.check()
+        seen.append((report.blocks["reserved"], report.blocks["live"], report.pins, bool(memory.bytes.any())))
+        wait(event)
+
+    monkeypatch.setattr(device, "wait", watched)
+    with Transfers(pool, device) as transfers:
+        ones = np.ones(BLOCK, np.uint8)
+        transfers.store(ns, ns.named(["x"]), [[Pieces(ones.ctypes.data, BLOCK)]]).finish()
+        transfers.load(ns.match(ns.named(["x"])), memory.pages(1)).finish()
+    assert seen == [(1, 0, 0, False), (0, 1, 1, False)]
+
+
 def test_neighbours_are_one_copy(pool, ns):
     device, memory = guarded(pool), Memory(8 * BLOCK)
     with Transfers(pool, device) as transfers:
