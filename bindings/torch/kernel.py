@@ -22,6 +22,13 @@ NONE = tl.constexpr(-1e30)  # below every score, and finite
 
 
 @triton.jit
+def _rows(base, offsets, is_there, DIM: tl.constexpr, TILE: tl.constexpr):
+    """Rows of DIM numbers at these offsets, filled up with zeros to a tile."""
+    at = tl.arange(0, TILE)
+    return tl.load(base + offsets[:, None] + at[None, :], mask=is_there[:, None] & (at[None, :] < DIM), other=0.0)
+
+
+@triton.jit
 def _attend(
     query,
     keys,
@@ -57,12 +64,9 @@ def _attend(
     token, member = row // GROUP, row % GROUP
     is_row = token < tokens
     place = length - tokens + token  # of each row in its sequence
-    key_at, value_at = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
     column = tl.arange(0, COLUMNS)
     query_at = sequence * query_step[0] + token * query_step[1] + (head * GROUP + member) * query_step[2]
-    asked = tl.load(
-        query + query_at[:, None] + key_at[None, :], mask=is_row[:, None] & (key_at[None, :] < KEY_DIM), other=0.0
-    )
+    asked = _rows(query, query_at, is_row, KEY_DIM, KEY_TILE)
     if WIDEN:
         asked = asked.to(tl.float32)
     best = tl.full((ROWS,), NONE, tl.float32)
@@ -75,11 +79,8 @@ def _attend(
         block = tl.load(tables + sequence * table_step + index).to(tl.int64)
         where = index * BLOCK_TOKENS + column
         is_there = (column < BLOCK_TOKENS) & (where < length)
-        key = tl.load(
-            keys + block * key_step[0] + head * key_step[1] + column[:, None] * key_step[2] + key_at[None, :],
-            mask=is_there[:, None] & (key_at[None, :] < KEY_DIM),
-            other=0.0,
-        )
+        key_at = block * key_step[0] + head * key_step[1] + column * key_step[2]
+        key = _rows(keys, key_at, is_there, KEY_DIM, KEY_TILE)
         scores = tl.dot(asked, tl.trans(key).to(asked.dtype), input_precision="ieee") * scale
         far = place[:, None] - where[None, :]
         is_seen = is_there[None, :] & (far >= 0) & (far < window)
@@ -87,11 +88,8 @@ def _attend(
         higher = tl.maximum(best, tl.max(scores, 1))
         shares = tl.where(is_seen, tl.exp(scores - higher[:, None]), 0.0)
         keep = tl.exp(best - higher)
-        value = tl.load(
-            values + block * value_step[0] + head * value_step[1] + column[:, None] * value_step[2] + value_at[None, :],
-            mask=is_there[:, None] & (value_at[None, :] < VALUE_DIM),
-            other=0.0,
-        )
+        value_at = block * value_step[0] + head * value_step[1] + column * value_step[2]
+        value = _rows(values, value_at, is_there, VALUE_DIM, VALUE_TILE)
         if WIDEN:
             value = value.to(tl.float32)
         total = total * keep + tl.sum(shares, 1)
@@ -99,7 +97,8 @@ def _attend(
         best = higher
     found = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = sequence * out_step[0] + token * out_step[1] + (head * GROUP + member) * out_step[2]
-    tl.store(out + out_at[:, None] + value_at[None, :], found, mask=is_row[:, None] & (value_at[None, :] < VALUE_DIM))
+    at = tl.arange(0, VALUE_TILE)
+    tl.store(out + out_at[:, None] + at[None, :], found, mask=is_row[:, None] & (at[None, :] < VALUE_DIM))
 
 
 def _tile(size: int) -> int:
