@@ -90,11 +90,11 @@ class Door:
                 try:
                     self._pool = self._open()
                 except (kvpool.Error, OSError) as error:
-                    self._count(error)
+                    self.miss(error)
             return self._pool
 
-    def _count(self, error: Exception) -> None:
-        """The first of each kind is told, and each is counted."""
+    def miss(self, error: Exception) -> None:
+        """Count an error that became a miss; the first of each kind is told."""
         name = type(error).__name__
         self.misses[name] += 1
         if self.misses[name] == 1:
@@ -108,10 +108,10 @@ class Door:
         try:
             return work(pool)
         except LOST as error:
-            self._count(error)
+            self.miss(error)
             self._lose(pool)
         except kvpool.Error as error:
-            self._count(error)
+            self.miss(error)
         return otherwise
 
     def _lose(self, pool: kvpool.Pool) -> None:
