@@ -24,9 +24,9 @@ if importlib.util.find_spec("sglang") is None:
 
 # One a word: what the engine imports and a CPU has not.
 ABSENT = set(
-    """torchvision sgl_kernel flashinfer deep_gemm flash_attn sgl_flash_mla tilelang decord soundfile gguf xatlas av
-    timm modelscope datasets outlines blobfile IPython openai_harmony tml_renderers pynvml py_spy torch_memory_saver quack
-    cutlass humming distro sglang_kernel build torchaudio kernels""".split()  # noqa: SIM905
+    """torchvision sgl_kernel flashinfer deep_gemm flash_attn sgl_flash_mla tilelang decord soundfile gguf
+    xatlas av timm modelscope datasets outlines blobfile IPython openai_harmony tml_renderers pynvml py_spy quack
+    torch_memory_saver cutlass humming distro sglang_kernel build torchaudio kernels""".split()  # noqa: SIM905
 )
 
 
