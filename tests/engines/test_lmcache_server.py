@@ -123,7 +123,7 @@ def generate(model, *port):
         [sys.executable, "-P", ENGINE, model, *map(str, port)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
         check=False,
     )
@@ -133,7 +133,7 @@ def generate(model, *port):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_an_engine_finds_in_the_pool_what_another_has_stored(model, make_pool, uri, tmp_path):
     pool = make_pool(block="64KiB", blocks=64)
     log = tmp_path / "server.log"

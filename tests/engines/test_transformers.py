@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import eventually
 
 import kvpool
 
@@ -177,6 +178,48 @@ for attention in ("sdpa", ATTENTION):
     )
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line] == [f"96 {wanted.tolist()}"] * 2
+
+
+def test_a_process_that_is_killed_as_it_generates(models, store_of, uri, tmp_path):
+    """Its prefix is found or computed again, its blocks and pins come back."""
+    model, ids = models("llama", ATTENTION), prompt()
+    model.save_pretrained(tmp_path)
+    wanted = plain(models("llama"), ids)
+    model = models("llama", ATTENTION)
+    store = store_of(model, blocks=32)
+    program = """
+import sys, torch, transformers, kvpool
+from kvpool.bindings.transformers import ATTENTION, KVStore
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+model.set_attn_implementation(ATTENTION)
+store = KVStore(kvpool.open(sys.argv[1]), model.config, model="tiny", revision="1", dtype=torch.float32)
+print(flush=True)
+while True:
+    for ids in (torch.tensor(eval(sys.argv[3])), torch.randint(3, 900, (1, 150))):
+        with store.cache(ids) as cache:
+            cache.publish(model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False))
+"""
+    command = [sys.executable, "-P", "-c", program, uri, str(tmp_path), str(ids.tolist())]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        child.stdout.readline()
+        for turn in range(6):
+            with store.cache(ids) as cache:
+                assert torch.equal(generate(model, ids, cache), wanted)
+            if turn == 3:
+                child.kill()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert eventually(lambda: pool_is_quiet(store.pool), 20), store.pool.check()
+    with store.cache(ids) as cache:
+        assert torch.equal(generate(model, ids, cache), wanted)
+
+
+def pool_is_quiet(pool):
+    report = pool.check()
+    return report.clean and report.pins == 0 and report.blocks["reserved"] == 0
 
 
 def test_a_batch_has_the_shortest_of_its_hits(models, store_of):
