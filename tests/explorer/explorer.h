@@ -28,7 +28,7 @@
 enum {
     EX_LINE = 64,
     EX_LINES = 8192, /* of all regions together; a line that no run touches costs nothing */
-    EX_HOSTS = 4,
+    EX_HOSTS = 5,
     EX_THREADS = 12,
     EX_GHOST_BYTES = 512,
 };
@@ -120,6 +120,8 @@ void ex_step_at(struct ex_site *site);
 /* Nothing more to do until somebody has changed memory. */
 #define ex_spin() ex_spin_at(EX_SITE(EX_STEP))
 void ex_spin_at(struct ex_site *site);
+/* Oracle state has changed for which others spin. */
+void ex_wake(void);
 /* The thread's private state is a function of its ex_private and ex_allocate memory and of `local`: histories that
  * lead to the same are one state from here on. `local` must tell apart the places where this is called. */
 void ex_merge(uint64_t local);

@@ -187,8 +187,7 @@ int ex_cas(void *p, uint64_t *seen, uint64_t value, unsigned bytes, struct ex_si
     }
     int host = begin_locked(at, site);
     uint64_t found = ex_read(host, at, bytes), wanted = *seen;
-    if (found == wanted)
-        ex_write(host, at, value, bytes);
+    ex_write(host, at, found == wanted ? value : found, bytes); /* one that fails makes the line dirty, too */
     *seen = found;
     if (ex.phase != RUN)
         return found == wanted;

@@ -388,6 +388,12 @@ void ex_spin_at(struct ex_site *site)
     ex_point(1, site);
 }
 
+void ex_wake(void)
+{
+    if (ex.phase == RUN)
+        ex_progress(1);
+}
+
 void ex_merge(uint64_t local)
 {
     if (ex.phase == RUN)

@@ -28,6 +28,8 @@ void *standin_realloc(void *old, size_t bytes)
 }
 
 uint64_t world_time_ns;
+int world_same_boot, world_other_machines;
+void (*world_slept)(void);
 static uint64_t slept_ns[EX_THREADS]; /* each thread's own: time passes for who waits */
 
 int standin_clock_gettime(clockid_t clock, struct timespec *out)
@@ -43,6 +45,8 @@ int standin_sleep(const struct timespec *pause, struct timespec *left)
 {
     (void)left;
     slept_ns[ex_me()] += (uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec;
+    if (ex_is_running() && world_slept)
+        world_slept();
     return 0;
 }
 
@@ -74,10 +78,15 @@ uint64_t kvp_fork_count(void)
     return 0;
 }
 
-/* A machine that comes in a run has not been there before. */
+/* A machine that comes in a run is, unless the scenario says otherwise, the one that was there before, reset. */
 uint64_t kvp_boot_id(void)
 {
-    return ex_is_running() ? 2 + (uint64_t)ex_my_host() : 1;
+    return ex_is_running() && !world_same_boot ? 2 + (uint64_t)ex_my_host() : 1;
+}
+
+uint64_t kvp_machine_id(void)
+{
+    return ex_is_running() && world_other_machines ? 3 + 2 * (uint64_t)ex_my_host() : 1;
 }
 
 /* ---- payload: one word a line stands for the line ---- */
@@ -115,6 +124,8 @@ void standins_reset(void)
     ex_private(is_made, sizeof is_made);
     ex_private(slept_ns, sizeof slept_ns);
     world_time_ns = 1000000000u;
+    world_same_boot = world_other_machines = 0;
+    world_slept = NULL;
 }
 
 /* A run makes no regions: machines that join in one have their memory from the start. */

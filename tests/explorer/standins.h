@@ -22,7 +22,7 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out);
 #define clock_gettime(clock, out) standin_clock_gettime(clock, out)
 #define nanosleep(...) standin_sleep(__VA_ARGS__)
 #define sched_yield() standin_yield()
-#define getrandom(p, bytes, flags) (__builtin_memset((p), 0x5a, (bytes)), (long)(bytes))
+#define getrandom(p, bytes, flags) (__builtin_memset((p), 0x5a + ex_me(), (bytes)), (long)(bytes))
 
 /* Write-backs of noted lines are sites where they are asked for, not where coherence.h does them. */
 #include "coherence/coherence.h"

@@ -6,6 +6,9 @@
 
 /* Of all workers; scenarios set it before the threads run. */
 extern uint64_t world_time_ns;
+extern int world_same_boot;      /* machines that come in a run say that they have not been reset: their memory is new */
+extern int world_other_machines; /* they say that they have not been there before */
+extern void (*world_slept)(void); /* what else happens while a thread sleeps */
 
 struct world_request {
     uint32_t hosts, workers; /* workers: of each host */
