@@ -12,7 +12,7 @@ from kvpool.bindings.errors import *  # noqa: F403 - the list of errors stands t
 from kvpool.fencing import Fence, LostHost, Tender
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, Keys
-from kvpool.namespace import Namespace
+from kvpool.namespace import Namespace, Parts
 from kvpool.pool import POLICIES, Pool, create, open, remove
 from kvpool.reports import CheckReport, Event, EventStream
 from kvpool.sizes import parse_size
@@ -29,6 +29,7 @@ __all__ = [
     "Keys",
     "LostHost",
     "Namespace",
+    "Parts",
     "Pool",
     "Reservation",
     "Tender",
