@@ -8,7 +8,7 @@ the coordinator is given a directory that answers for the pool instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Finder", "Found"]
 
-NEEDED = ("block_pool", "find_longest_cache_hit", "scheduler_block_size")
+NEEDED = ("block_pool", "single_type_managers", "find_longest_cache_hit", "scheduler_block_size")
 
 
 class Directory:
     """What a lookup asks instead of vLLM's BlockPool: is there a block of this hash, in each of these groups?"""
 
-    def __init__(self, hash_block_size: int, there: set[tuple[int, bytes]]) -> None:
+    def __init__(self, hash_block_size: int) -> None:
         self.hash_block_size = hash_block_size
         self.null_block = KVCacheBlock(0)
         self.null_block.is_null = True
-        self._there = there
+        self.there: set[tuple[int, bytes]] = set()
         self._some_block = KVCacheBlock(1)
 
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         """One block for each group, or None: which one does not matter here."""
-        if all((group, bytes(block_hash)) in self._there for group in kv_cache_group_ids):
+        if all((group, bytes(block_hash)) in self.there for group in kv_cache_group_ids):
             return [self._some_block] * len(kv_cache_group_ids)
         return None
 
@@ -53,6 +53,17 @@ class Found:
         self.refs: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
 
+def _asking(coordinator: Any, directory: Directory) -> Any:
+    """A copy of vLLM's coordinator, with its managers, that asks another directory. Only its lookups may be called."""
+    asking = copy.copy(coordinator)
+    asking.block_pool = directory
+    managers = [copy.copy(manager) for manager in coordinator.single_type_managers]
+    for manager in managers:
+        manager.block_pool = directory
+    asking.single_type_managers = type(coordinator.single_type_managers)(managers)
+    return asking
+
+
 class Finder:
     """Looks requests up in the pool, for all groups and ranks at once."""
 
@@ -65,13 +76,39 @@ class Finder:
             raise InvalidArgument(
                 f"this vLLM's KV cache coordinator has no {', '.join(missing)}: kvpool knows vLLM 0.32"
             )
-        self._coordinator = coordinator
         self._hash_tokens: int = manager.block_pool.hash_block_size
+        self._directory = Directory(self._hash_tokens)
+        self._find: Callable[[Any, int], int] = self._by_coordinator
+        if manager.enable_caching:
+            self._coordinator = _asking(coordinator, self._directory)
+        elif len(layouts) == 1:
+            self._find = self._by_manager
+            self._manager = coordinator.single_type_managers[0]
+        else:
+            raise InvalidArgument("a model with several kinds of cache needs vLLM's prefix caching: it is switched off")
         self._step: int = coordinator.scheduler_block_size
         self._layouts = layouts
         self._link = link
         self.rings = rings
         self.looked_up = self.hits = 0
+
+    def _by_coordinator(self, block_hashes: Any, most: int) -> int:
+        return int(self._coordinator.find_longest_cache_hit(block_hashes, most)[1])
+
+    def _by_manager(self, block_hashes: Any, most: int) -> int:
+        """Where vLLM keeps no prefix cache of its own (MLA on a CPU) its coordinator knows no rule, its manager does."""
+        spec = self._manager.kv_cache_spec
+        return int(
+            self._manager.find_longest_cache_hit(
+                block_hashes=block_hashes,
+                max_length=most,
+                kv_cache_group_ids=[0],
+                block_pool=self._directory,
+                kv_cache_spec=spec,
+                drop_eagle_block=False,
+                alignment_tokens=self._step,
+            )[1]
+        )
 
     def hashes(self, request: Any, group: int, tokens: int) -> list[bytes]:
         """The hash of each full block of a group among the first `tokens` tokens."""
@@ -117,17 +154,15 @@ class Finder:
         self._look(found, request, most)
         if not found.refs:
             return 0
-        there = set(found.refs)
+        there = self._directory.there = set(found.refs)
         for layout in self._layouts:
             if layout is not None:  # what vLLM has itself below `local` is there, or is not needed for more
                 there.update(
                     (layout.group, each) for each in found.keys[layout.group][0][: local // layout.block_tokens]
                 )
-        coordinator = copy.copy(self._coordinator)
-        coordinator.block_pool = Directory(self._hash_tokens, there)
         while most > local:
-            _, hit, _ = coordinator.find_longest_cache_hit(request.block_hashes, most)
+            hit = self._find(request.block_hashes, most)
             if hit >= most or hit % self._step == 0:
-                return int(hit)
+                return hit
             most = hit // self._step * self._step  # a hit inside a block: vLLM loads whole ones
         return 0

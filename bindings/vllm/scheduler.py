@@ -12,7 +12,6 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 import kvpool
-from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.vllm.events import Events
 from kvpool.bindings.vllm.identity import KeyRing, engine_identity
 from kvpool.bindings.vllm.layout import group_layouts
@@ -103,14 +102,14 @@ class SchedulerSide:
         self._jobs = 0
         self._finder: Finder | None = None
         self._blocks: list[Any] = []
+        self._has_hashes = True
 
     def _rings(self) -> list[KeyRing]:
         return [KeyRing(each, self._options.tenant, len(self.layouts), self.epoch) for each in self._identities]
 
     def bind(self, manager: Any) -> None:
         """vLLM's cache manager is there."""
-        if not manager.enable_caching:
-            raise InvalidArgument("the pool is a prefix cache: start vLLM with enable_prefix_caching")
+        self._has_hashes = bool(manager.enable_caching)
         self._finder = Finder(manager, self.layouts, self._rings(), self.link)
         self._blocks = manager.block_pool.blocks
 
@@ -178,6 +177,10 @@ class SchedulerSide:
         first = tracked.cursor[group]
         stop = min(end // layout.block_tokens, len(ids))
         tracked.cursor[group] = max(first, stop)
+        if not self._has_hashes and self._finder is not None:
+            known = self._finder.hashes(tracked.request, group, end)
+            wanted = [i for i in range(first, min(stop, len(known))) if ids[i] != NULL_BLOCK]
+            return first, [ids[i] for i in wanted], [known[i] for i in wanted]
         numbers, hashes = [], []
         for i in range(first, stop):
             kept = self._blocks[ids[i]].block_hash if ids[i] != NULL_BLOCK else None

@@ -32,7 +32,7 @@ DEFAULTS = {
     "max_num_seqs": 4,
     "enable_prefix_caching": True,
     "seed": 0,
-    "num_gpu_blocks_override": 64,
+    "num_gpu_blocks_override": 128,
     "distributed_executor_backend": "uni",
     "disable_log_stats": True,
 }
