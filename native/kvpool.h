@@ -303,6 +303,9 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * then block i is free again. The numbers become KVP_NO_BLOCK. Returns how many were published. INVALID (zero key),
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
+/* As kvp_publish, for a maker that goes on reading its blocks: what is published is pinned before anybody can evict it, and a
+ * block that is not (refs[i] is 0) stays reserved, its number as it was. PINS: then nothing has happened. */
+int64_t kvp_publish_kept(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
  * pin has gone. Returns how many were present. BUSY: a worker that is stopped holds one of the blocks for eviction, and may
  * yet let it stand; the others are removed. */

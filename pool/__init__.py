@@ -16,6 +16,7 @@ from kvpool.namespace import Namespace, Parts
 from kvpool.pool import POLICIES, Pool, create, open, remove
 from kvpool.reports import CheckReport, Event, EventStream
 from kvpool.sizes import parse_size
+from kvpool.stock import Stock
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Parts",
     "Pool",
     "Reservation",
+    "Stock",
     "Tender",
     "__version__",
     "create",

@@ -85,10 +85,8 @@ class Client:
         if self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError):
                 self.send("quit")
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
         self._log.close()
 

@@ -1,7 +1,6 @@
 """A process that runs vLLM engines on command: JSON lines on stdin, JSON lines that start with @@ on stdout.
 
-Several engines one after another in one process cost little each; that they share nothing but the pool is then up to the
-pool alone. Also importable: it sets the environment that vLLM on a CPU needs.
+Several engines one after another in one process cost little each. It sets the environment that vLLM on a CPU needs.
 """
 
 from __future__ import annotations

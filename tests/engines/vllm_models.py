@@ -43,6 +43,7 @@ def gemma3(seed=0):
         max_position_embeddings=8192,
         sliding_window=128,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=False,  # else the last token says itself, whatever the cache holds
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=RANGE,
