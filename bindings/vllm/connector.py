@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvpool.bindings.vllm.inplace import InPlaceScheduler, InPlaceWorker, ground_for, ground_of
+from kvpool.bindings.vllm.inplace_memory import Unfit
 from kvpool.bindings.vllm.messages import Orders, Results
 from kvpool.bindings.vllm.options import Options
 from kvpool.bindings.vllm.scheduler import SchedulerSide
@@ -26,6 +29,24 @@ __all__ = ["KVPoolConnector"]
 
 log = logging.getLogger("vllm.kvpool")
 SPREAD = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+
+
+def _worker_side(vllm_config: Any, kv_cache_config: Any, options: Options) -> WorkerSide | InPlaceWorker:
+    if options.mode == "in-place":
+        try:
+            return InPlaceWorker(vllm_config, options, ground_for(vllm_config, kv_cache_config, options))
+        except Unfit as reason:
+            log.warning("kvpool: not in place but by copying: %s", reason)
+    return WorkerSide(vllm_config, kv_cache_config, options)
+
+
+def _scheduler_side(vllm_config: Any, kv_cache_config: Any, options: Options) -> SchedulerSide:
+    transfer = vllm_config.kv_transfer_config
+    may_load, may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+    ground = ground_of(vllm_config)
+    if ground is not None:
+        return InPlaceScheduler(vllm_config, kv_cache_config, options, ground, may_load=may_load, may_store=may_store)
+    return SchedulerSide(vllm_config, kv_cache_config, options, may_load=may_load, may_store=may_store)
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -42,22 +63,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         options = Options.of(transfer.kv_connector_extra_config)
         refuse(vllm_config, SPREAD)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | InPlaceWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
                     'kvpool: kv_load_failure_policy is %r: requests fail when blocks vanish. Set it to "recompute"',
                     transfer.kv_load_failure_policy,
                 )
-            self._scheduler = SchedulerSide(
-                vllm_config,
-                kv_cache_config,
-                options,
-                may_load=transfer.is_kv_consumer,
-                may_store=transfer.is_kv_producer,
-            )
+            self._scheduler = _scheduler_side(vllm_config, kv_cache_config, options)
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+            self._worker = _worker_side(vllm_config, kv_cache_config, options)
 
     @property
     def scheduler(self) -> SchedulerSide:
@@ -66,7 +81,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerSide:
+    def worker(self) -> WorkerSide | InPlaceWorker:
         """The worker's side, on that role."""
         assert self._worker is not None, "a call for the worker's role"
         return self._worker
@@ -83,6 +98,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return orders
 
     # ---- worker ----
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """In place: where vLLM allocates its cache."""
+        return self.worker.allocation if isinstance(self.worker, InPlaceWorker) else None
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """See `WorkerSide.register`."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,9 @@ def describe_groups(kv_cache_config: Any) -> list[Any]:
     return described
 
 
-def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Any, rank: int, ranks: int) -> kvpool.Identity:
+def engine_identity(
+    vllm_config: Any, kv_cache_config: Any, options: Any, rank: int, ranks: int, layouts: Sequence[Any]
+) -> kvpool.Identity:
     """The total identity of what one rank of this engine writes.
 
     Raises `InvalidArgument` for a model whose weights have no name.
@@ -120,6 +122,7 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Any, rank: 
         "kvpool": kvpool.__version__,
         "config": _digest(model.hf_config.to_dict()),
         "groups": _digest(describe_groups(kv_cache_config)),
+        "pages": _digest([None if each is None else [each.starts, each.sizes] for each in layouts]),
         "block_tokens": str(cache.block_size),
         "hash": f"{cache.prefix_caching_hash_algo}:{kv_cache_config.hash_block_size}",
         "quantization": str(quantization.get_name() if quantization else model.quantization),

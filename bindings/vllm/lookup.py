@@ -96,7 +96,8 @@ class Finder:
         return int(self._coordinator.find_longest_cache_hit(block_hashes, most)[1])
 
     def _by_manager(self, block_hashes: Any, most: int) -> int:
-        """Where vLLM keeps no prefix cache of its own (MLA on a CPU) its coordinator knows no rule, its manager does."""
+        """Where vLLM keeps no prefix cache of its own (MLA on a CPU) its coordinator knows no rule, its manager
+        does."""
         spec = self._manager.kv_cache_spec
         return int(
             self._manager.find_longest_cache_hit(

@@ -51,6 +51,8 @@ class Results(KVConnectorWorkerMetadata):
     stored: dict[int, int] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
     """Stores that some worker left out."""
+    published: list[int] = field(default_factory=list)
+    """In place: the engine's blocks that are the pool's now."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Results:
         """Of several workers."""
@@ -59,7 +61,9 @@ class Results(KVConnectorWorkerMetadata):
         sums = []
         for mine, theirs in ((self.loaded, other.loaded), (self.stored, other.stored)):
             sums.append({key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}})
-        return Results(sums[0], self.failed | other.failed, sums[1], self.skipped | other.skipped)
+        return Results(
+            sums[0], self.failed | other.failed, sums[1], self.skipped | other.skipped, self.published + other.published
+        )
 
     def __bool__(self) -> bool:
         return bool(self.loaded or self.failed or self.stored or self.skipped)

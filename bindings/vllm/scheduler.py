@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 import kvpool
 from kvpool.bindings.vllm.events import Events
 from kvpool.bindings.vllm.identity import KeyRing, engine_identity
-from kvpool.bindings.vllm.layout import group_layouts
+from kvpool.bindings.vllm.layout import GroupLayout, group_layouts
 from kvpool.bindings.vllm.link import PoolLink
 from kvpool.bindings.vllm.lookup import Finder, Found
 from kvpool.bindings.vllm.messages import Load, Orders, Results, Store
@@ -68,15 +68,22 @@ class SchedulerSide:
     """Made in the scheduler's process. One thread."""
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, options: Options, *, may_load: bool, may_store: bool
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: Options,
+        *,
+        may_load: bool,
+        may_store: bool,
+        layouts: list[GroupLayout | None] | None = None,
     ) -> None:
         self._options = options
         self._may_load, self._may_store = may_load, may_store
-        self.layouts = group_layouts(kv_cache_config)
+        self.layouts = layouts or group_layouts(kv_cache_config)
         ranks, _ = key_ranks(vllm_config, kv_cache_config)
         self._workers: int = vllm_config.parallel_config.world_size
         self._identities = [
-            engine_identity(vllm_config, kv_cache_config, options, rank, ranks) for rank in range(ranks)
+            engine_identity(vllm_config, kv_cache_config, options, rank, ranks, self.layouts) for rank in range(ranks)
         ]
         self.link = PoolLink(
             options, self._identities[0], [None if each is None else each.block_bytes for each in self.layouts]

@@ -46,7 +46,7 @@ class WorkerSide:
         self.layouts = group_layouts(kv_cache_config)
         ranks, same = key_ranks(vllm_config, kv_cache_config)
         rank = vllm_config.parallel_config.rank // same
-        self.identity = engine_identity(vllm_config, kv_cache_config, options, rank, ranks)
+        self.identity = engine_identity(vllm_config, kv_cache_config, options, rank, ranks, self.layouts)
         self.link = PoolLink(
             options, self.identity, [None if each is None else each.block_bytes for each in self.layouts]
         )
