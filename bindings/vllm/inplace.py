@@ -14,7 +14,7 @@ from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.vllm.identity import KeyRing, engine_identity
 from kvpool.bindings.vllm.inplace_blocks import SharedBlocks
 from kvpool.bindings.vllm.inplace_memory import PoolAllocation, Region, Unfit, block_major
-from kvpool.bindings.vllm.inplace_names import why_not
+from kvpool.bindings.vllm.inplace_names import needs_layers, why_not
 from kvpool.bindings.vllm.layout import GroupLayout
 from kvpool.bindings.vllm.link import open_pool
 from kvpool.bindings.vllm.messages import Orders, Results, Store
@@ -81,7 +81,8 @@ def ground_for(vllm_config: Any, kv_cache_config: Any, options: Options) -> Grou
     reason = why_not(vllm_config, kv_cache_config)
     if reason:
         raise Unfit(reason)
-    stride, turned, layouts = block_major(kv_cache_config)
+    layout = block_major(kv_cache_config, is_layered=needs_layers(vllm_config))
+    stride, layouts = layout.stride, layout.groups
     blocks = kv_cache_config.num_blocks - 1
     limit = int(blocks * options.quota)
     tokens = vllm_config.model_config.max_model_len
@@ -95,11 +96,11 @@ def ground_for(vllm_config: Any, kv_cache_config: Any, options: Options) -> Grou
     pool = _open(options, blocks, stride)
     try:
         _demand_shape(pool, options, blocks, stride)
-        ground = Ground(pool, pool.stock(), Region(pool, blocks, stride), layouts, identity)
+        ground = Ground(pool, pool.stock(), Region(pool, blocks, stride, layout.layers), layouts, identity)
     except BaseException:
         pool.close()
         raise
-    kv_cache_config.kv_cache_tensors[:] = turned  # vLLM makes its views from these
+    kv_cache_config.kv_cache_tensors[:] = layout.tensors  # vLLM makes its views from these
     _grounds[vllm_config.kv_transfer_config.engine_id] = ground
     return ground
 
@@ -124,13 +125,11 @@ class InPlaceWorker:
     def register(self, tensors: Any) -> None:
         """vLLM has made its tensors. Raises `InvalidArgument` unless they lie in the pool."""
         region = self.ground.region
-        low, high = region.payload - region.stride, region.payload + region.blocks * region.stride
+        low, high = region.address, region.address + (region.blocks + 1) * region.stride
         outside = [name for name, tensor in tensors.items() if not low <= tensor.data_ptr() < high]
-        wrong = [name for name, tensor in tensors.items() if tensor.stride(0) * tensor.element_size() != region.stride]
-        if outside or wrong or self.allocation.answered != 1:
-            raise InvalidArgument(
-                f"vLLM has not made its cache in the pool: {outside or wrong or 'another allocation'}"
-            )
+        if outside or self.allocation.answered != 1:
+            told = ", ".join(outside) or "another allocation"
+            raise InvalidArgument(f"vLLM has not made its cache in the pool: {told}")
         log.info(
             "kvpool: in place in %s, %d blocks of %d bytes, others' blocks %s",
             self._options.uri,

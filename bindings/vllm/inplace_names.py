@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["TESTED", "why_not"]
+__all__ = ["TESTED", "needs_layers", "why_not"]
 
 TESTED = ("0.32.0",)
 """Releases on which tests/engines has passed in this mode."""
@@ -38,6 +38,13 @@ SIGNATURES = {
     "vllm.v1.core.block_pool:BlockPool.get_cached_block": ["self", "block_hash", "kv_cache_group_ids"],
     "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.__init__": ["self", "blocks"],
 }
+
+
+def needs_layers(vllm_config: Any) -> bool:
+    """Do this engine's kernels want the rows of a layer in one piece? Those of MLA on a CPU do."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla)
 
 
 def _find(name: str) -> Any:
