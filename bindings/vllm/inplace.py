@@ -25,6 +25,7 @@ from kvpool.bindings.vllm.stats import PoolStats
 __all__ = ["Ground", "InPlaceScheduler", "InPlaceWorker"]
 
 log = logging.getLogger("vllm.kvpool")
+TRIES = 20
 
 
 @dataclass
@@ -242,7 +243,9 @@ class InPlaceScheduler(SchedulerSide):
             return 0, False
         tracked = self._requests[request.request_id]
         layout = self.layouts[0]
-        if layout is None or request.skip_reading_prefix_cache:
+        tracked.tries += 1
+        # vLLM allocates a block for each before it is exchanged. Where the pool has no room for that, computing has.
+        if layout is None or request.skip_reading_prefix_cache or tracked.tries > TRIES:
             return 0, False
         hit = self._finder.hit_tokens(tracked.found, request, local)
         first, blocks = local // layout.block_tokens, []
@@ -257,6 +260,7 @@ class InPlaceScheduler(SchedulerSide):
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """Exchange what vLLM has allocated for external blocks for the pool's."""
         first, blocks = self._found.pop(request.request_id, (0, []))
+        self._requests[request.request_id].tries = 0
         if not external:
             return
         table = self._manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]

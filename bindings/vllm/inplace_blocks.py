@@ -28,12 +28,9 @@ from kvpool.bindings.vllm.stats import PoolStats
 
 __all__ = ["SharedBlocks"]
 
-KEEP = 16
-"""Free blocks that an engine keeps for its next request; what is more goes back to the pool."""
-
 
 class Queue(FreeKVCacheBlockQueue):
-    """vLLM's queue of free blocks. What comes back beyond KEEP goes on to the pool."""
+    """vLLM's queue of free blocks. What comes back goes on to the pool: an engine that is idle holds nothing."""
 
     def __init__(self, shared: SharedBlocks) -> None:
         super().__init__([])
@@ -107,6 +104,7 @@ class SharedBlocks:
                     result = allocate(request, num_new_tokens, *args, **kwargs)
                 else:
                     wanted //= 2
+            shared.trim()
             return result
 
         def get_usage(_: Any) -> float:
@@ -118,7 +116,7 @@ class SharedBlocks:
         manager.allocate_slots = allocate_slots
 
     def _count(self) -> None:
-        self.pool.num_gpu_blocks = 1 + len(self._own) + len(self._leases)  # what vLLM takes for used, less the free
+        self.pool.num_gpu_blocks = 1 + len(self._own) + len(self._leases)  # less the free ones: in use
 
     # ---- own blocks ----
 
@@ -145,8 +143,8 @@ class SharedBlocks:
     def trim(self) -> None:
         """Give free blocks back that another engine may need."""
         queue = self.pool.free_block_queue
-        if not self._is_private and queue.num_free_blocks > KEEP:
-            self._give(queue.popleft_n(queue.num_free_blocks - KEEP))
+        if not self._is_private and queue.num_free_blocks:
+            self._give(queue.popleft_n(queue.num_free_blocks))
 
     def _give(self, blocks: Sequence[Any]) -> None:
         numbers = [block.block_id - 1 for block in blocks]

@@ -50,6 +50,8 @@ class Tracked:
     """Per group: the first block that was not yet given to be stored."""
     hit: int = 0
     """Tokens of its prefix that the engine has with the pool's help, as last asked."""
+    tries: int = 0
+    """Times that blocks were held for it and it was not scheduled."""
     has_failed: bool = False
     """A load of it has failed: it is computed."""
 
