@@ -224,6 +224,11 @@ class Parts:
         self.reach = max(at + length for _, _, length, at in parts)
         """Bytes that a pool's block must have."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block that are copied."""
+        return int(self.array[:, 2].sum())
+
     def __len__(self) -> int:
         return len(self.array)
 

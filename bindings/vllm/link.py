@@ -61,6 +61,7 @@ class PoolLink:
         self._pool: kvpool.Pool | None = None
         self._namespaces: list[kvpool.Namespace | None] = []
         self._is_closed = False
+        self._memory: Any = None
         self.failures = 0
         """Calls that found no pool."""
         self._adopt(open_pool(options, [size for size in block_bytes if size is not None]))
@@ -77,6 +78,9 @@ class PoolLink:
             pool.close()
             raise
         self._pool, self._namespaces = pool, namespaces
+        first = next(each for each in namespaces if each is not None)
+        if self._memory is None:
+            self._memory = pool.tensor(first.block_class)
 
     @property
     def pool(self) -> kvpool.Pool | None:
@@ -131,6 +135,17 @@ class PoolLink:
             return work(namespaces[group]) if namespaces else otherwise
 
         return self.call(otherwise, there)
+
+    def namespace(self, group: int) -> kvpool.Namespace:
+        """Of a group; for work that is in a `call`."""
+        namespace = self._namespaces[group] if self._namespaces else None
+        if namespace is None:
+            raise kvpool.Closed("the pool has gone")
+        return namespace
+
+    def memory(self) -> Any:
+        """The blocks of the first group as rows of bytes, also of a pool that has been removed since."""
+        return self._memory
 
     def close(self) -> None:
         """Leave the pool. Idempotent."""

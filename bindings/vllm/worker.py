@@ -98,7 +98,7 @@ class WorkerSide:
         return bad
 
     def _bytes(self, group: int) -> int:
-        return int(self._parts[group].array[:, 2].sum())
+        return self._parts[group].row_bytes
 
     def start_loads(self, orders: Orders) -> None:
         """Synchronous loads are done when this returns; the others go on while the model computes."""

@@ -22,13 +22,14 @@ class Client:
     def __init__(self, log, **environment):
         self.log_path = Path(log)
         self._log = self.log_path.open("a")
+        path = os.pathsep.join([str(DRIVER.parent), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(DRIVER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": path, **environment},
             start_new_session=True,
         )
         self.receive()
