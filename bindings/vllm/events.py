@@ -72,7 +72,8 @@ class Events:
         stream = self._stream
         if stream is None:
             return
-        for event in self._link.call([], lambda _: stream.poll()):
+        nothing: list[kvpool.Event] = []
+        for event in self._link.call(nothing, lambda _: stream.poll()):
             known = self._announced.pop(event.key, None) if event.kind in ENDS else None
             if known is not None and not quiet:
                 self._queue.append(

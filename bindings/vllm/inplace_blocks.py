@@ -108,8 +108,8 @@ class SharedBlocks:
             return result
 
         def get_usage(_: Any) -> float:
-            free = pool.get_num_free_blocks()
-            return (len(shared._own) + len(shared._leases) - free) / max(1, len(pool.blocks) - 1)
+            free = int(pool.get_num_free_blocks())
+            return (len(shared._own) + len(shared._leases) - free) / (len(pool.blocks) - 1 or 1)
 
         pool.get_cached_block = types.MethodType(get_cached_block, pool)
         pool.get_usage = types.MethodType(get_usage, pool)

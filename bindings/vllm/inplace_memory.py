@@ -68,7 +68,9 @@ def block_major(kv_cache_config: Any, *, is_layered: bool) -> Layout:
     `is_layered`: vLLM's kernels are to see each layer's rows in one piece nevertheless.
     """
     blocks, size = kv_cache_config.num_blocks, kv_cache_config.kv_cache_tensors[0].size
-    turned, starts, layers = [], {}, []
+    turned: list[Any] = []
+    starts: dict[str, int] = {}
+    layers: list[tuple[int, int, int]] = []
     for tensor in kv_cache_config.kv_cache_tensors:
         layer_stride, offset = tensor.layer_stride, tensor.offset
         is_outer = tensor.block_stride <= tensor.layer_stride or len(tensor.layers) == 1

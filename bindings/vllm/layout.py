@@ -79,7 +79,7 @@ def _runs(tensor: Tensor, at: int) -> list[tuple[int, int, int]]:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     item = tensor.element_size()
     if extent == tensor.numel() or tensor.dim() == 0:
-        return [(tensor.storage_offset() * item, extent * item, at)]
+        return [(int(tensor.storage_offset()) * item, extent * item, at)]
     axis = max(range(tensor.dim()), key=lambda each: tensor.stride(each) if tensor.shape[each] > 1 else -1)
     runs: list[tuple[int, int, int]] = []
     for index in range(tensor.shape[axis]):

@@ -31,7 +31,7 @@ class PoolStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def add(self, name: str, value: float) -> None:
         """Count."""
