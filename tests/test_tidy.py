@@ -20,7 +20,9 @@ LINES_MAX, FUNCTION_MAX, MEDIAN_MAX = 600, 70, 12
 C_FILES = sorted(p for layer in LAYERS for p in (ROOT / layer).glob("*.[ch]"))
 PYTHON_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).glob("*.py"))
 TESTS = sorted(
-    p for pattern in ("*.py", "engines/*.py", "native/*.[ch]", "fuzz/*.c", "spin/*.pml") for p in (ROOT / "tests").glob(pattern)
+    p
+    for pattern in ("*.py", "engines/*.py", "native/*.[ch]", "fuzz/*.c", "spin/*.pml")
+    for p in (ROOT / "tests").glob(pattern)
 )
 
 # Atomics that are not words of the pool: private to one process, never in the mapping.

@@ -27,12 +27,20 @@ def prompts(seed):
     ]
 
 
+@pytest.fixture(scope="module")
+def truth(first, models):
+    """One at a time, without us."""
+    first.engine(models("llama"), **ENGINE, max_num_seqs=1)
+    told = [first.generate(each, tokens=4)[0] for each in prompts(3)]
+    first.call("close")
+    return told
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["copy", "in-place"])
-def test_two_engines_one_is_killed(make_client, first, models, uri, mode):
+def test_two_engines_one_is_killed(make_client, truth, models, uri, mode):
     """No wrong token, no leak. The pool is smaller than what the engines want, so that it evicts all the time."""
     model, asked = models("llama"), prompts(3)
-    first.engine(model, **ENGINE, max_num_seqs=1)
-    truth = [first.generate(each, tokens=4)[0] for each in asked]  # one at a time, without us
     size = {"size": "8MiB"}
     engines = [make_client(), make_client()]
     for each in engines:
