@@ -50,10 +50,15 @@ kv_events_config=driver.KVEventsConfig(**{events!r}))
     )
     first.generate(PROMPT)
     first.generate(OTHER, tokens=3)
-    read = (
-        "result = [[type(e).__name__, [h.hex() if isinstance(h, bytes) else h for h in e.block_hashes], e.group_idx, "
-        "e.medium, e.ownership, len(getattr(e, 'token_ids', ())), getattr(e, 'block_size', None)] for e in driver.events]"
-    )
+    read = """
+def text(value):
+    return value.hex() if isinstance(value, bytes) else value
+result = [
+    [type(e).__name__, [text(h) for h in e.block_hashes], e.group_idx, e.medium, e.ownership,
+     len(getattr(e, "token_ids", ())), getattr(e, "block_size", None)]
+    for e in driver.events
+]
+"""
     told = first.run(read)
     stored = [each for each in told if each[0] == "BlockStored"]
     with looking(uri) as pool:
