@@ -396,12 +396,11 @@ uint8_t *kvp_block_data(const struct kvp_arena *arena, uint32_t block);
 /* Pin the longest valid prefix of refs: a pinned block is neither reused nor moved until the last pin goes or
  * this process is known dead. Returns how many are pinned, or RANGE / STALE / PINS if that is none. */
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
-/* Pin blocks that this worker has reserved, all or none, before it publishes them: so nobody can evict one between. PINS. */
-int kvp_pin_reserved(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
-/* Undo that for block i unless kept[i]: those that were not published after all. */
-void kvp_unpin_blocks(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, const uint64_t *kept, uint32_t n);
 /* Undo one pin of each block. Zeros, and blocks that this worker has not pinned, are left alone. */
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
+/* Announce pins of blocks that are ours and about to be LIVE: all or none. The caller has a write fence between this and the
+ * words. PINS, RANGE. */
+int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 
 /* At each tick: what evictors read of our pins shrinks once none is held. */
 void kvp_pins_tick(struct kvp_arena *arena);

@@ -141,31 +141,16 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
     return valid ? (int64_t)valid : status;
 }
 
-/* No fence, and no word to look at: an evictor meets these blocks only after it has seen LIVE, which we store after the
- * slots; its CAS on that word is an acquire, so then it sees the slots too. Evictors of our blocks share our caches. */
-int kvp_pin_reserved(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
+int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     struct kvp_lines lines = {NULL};
     int status = KVP_OK;
-    uint32_t i = 0;
 
-    for (; i < n && status == KVP_OK; i++)
-        status = announce(arena, kvp_block(c, numbers[i]), &lines);
-    if (status != KVP_OK)
-        while (--i > 0)
-            withdraw(arena, kvp_block(c, numbers[i - 1]), &lines);
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        if ((status = announce(arena, refs[i], &lines)) != KVP_OK)
+            kvp_unpin(arena, refs, i);
     kvp_lines_end(&lines);
     return status;
-}
-
-void kvp_unpin_blocks(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, const uint64_t *kept, uint32_t n)
-{
-    struct kvp_lines lines = {NULL};
-
-    for (uint32_t i = 0; i < n; i++)
-        if (!kept[i])
-            withdraw(arena, kvp_block(c, numbers[i]), &lines);
-    kvp_lines_end(&lines);
 }
 
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)

@@ -185,7 +185,7 @@ class Reservation:
         self._enter()
         hit = Hit(self._pool, self.block_class, len(self))
         refs = np.frombuffer(ffi.buffer(hit.held.refs, 8 * len(self)), np.uint64)
-        self._publish(keys, self._pool.core.lib.kvp_publish_pinned, hit.held.refs, refs)
+        self._publish(keys, self._pool.core.lib.kvp_publish_kept, hit.held.refs, refs)
         return hit.hold(len(self))
 
     def _publish(self, keys: KeysLike | None, verb: Any, target: Any, refs: NDArray[np.uint64]) -> int:

@@ -240,6 +240,55 @@ def test_put_and_get_parts_of_a_block(ns):
     assert out == [b"x" * 10, b"y" * 10]
 
 
+def test_blocks_of_many_parts(make_pool, identity):
+    """As an engine has them: two layers, blocks 3 rows apart in one and padded in the other."""
+    ns = make_pool(block="8KiB", blocks=100).namespace(identity)
+    keys = ns.keys(range(100 * 16))
+    first, second = np.arange(300 * 512, dtype=np.uint16).reshape(300, 512), np.zeros((100, 5000), np.uint8)
+    second[:] = np.arange(100, dtype=np.uint8)[:, None]
+    where = [(first.ctypes.data, 3 * 1024, 1024, 64), (second.ctypes.data + 8, 5000, 4100, 1088)]
+    rows = np.arange(100)[::-1]
+    assert ns.put_parts(keys, kvpool.Parts(where), rows) == 100
+    assert ns.put_parts(keys, kvpool.Parts(where), rows) == 0
+    block = np.zeros(5188, np.uint8)
+    assert ns.get_into(keys[:1], [block]).all()
+    assert np.array_equal(block[64:1088].view(np.uint16), first[99 * 3])
+    assert (block[1088:] == 99).all()
+    to, into = np.zeros_like(first), np.zeros_like(second)
+    where = [(to.ctypes.data, 3 * 1024, 1024, 64), (into.ctypes.data + 8, 5000, 4100, 1088)]
+    assert ns.get_into_parts(keys, kvpool.Parts(where), rows).all()
+    assert np.array_equal(to[::3], first[::3])
+    assert not to[1::3].any()
+    assert np.array_equal(into[:, 8:4108], second[:, 8:4108])
+    assert not into[:, 4108:].any()
+    assert not ns.get_into_parts(ns.keys(range(5, 21)), kvpool.Parts(where), [3]).any()
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [([], "parts are"), ([(0, 0, 0, 0)], "at least one byte"), ([(-1, 0, 8, 0)], "none negative")],
+)
+def test_parts_that_are_none(where, reason):
+    with pytest.raises(kvpool.InvalidArgument, match=reason):
+        kvpool.Parts(where)
+
+
+def test_parts_that_do_not_fit(ns):
+    keys, buffer = ns.keys(range(16)), bytearray(8192)
+    address = np.frombuffer(buffer, np.uint8).ctypes.data
+    size = ns.pool.block_bytes[0]
+    for at, length in ((size - 63, 64), (2**64 - 64, 64)):
+        with pytest.raises(kvpool.InvalidArgument, match=r"do not fit|beyond any"):
+            ns.put_parts(keys, kvpool.Parts([(address, 0, length, at)]), [0])
+        with pytest.raises(kvpool.InvalidArgument, match=r"do not fit|beyond any"):
+            ns.get_into_parts(keys, kvpool.Parts([(address, 0, length, at)]), [0])
+    with pytest.raises(kvpool.InvalidArgument, match="one row per key"):
+        ns.put_parts(keys, kvpool.Parts([(address, 0, 64, 0)]), [0, 1])
+    with pytest.raises(kvpool.InvalidArgument, match="rows are numbers"):
+        ns.put_parts(keys, kvpool.Parts([(address, 0, 64, 0)]), [-1])
+    assert not ns.contains(keys).any()
+
+
 def test_a_full_pool_evicts_the_oldest(make_pool, identity):
     ns = make_pool(policy="lru").namespace(identity)
     chains = [ns.keys(range(start, start + 160)) for start in range(0, 70000, 1000)]
