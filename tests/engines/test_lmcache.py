@@ -95,6 +95,18 @@ def test_objects_of_any_length_come_back(client, pool):
     assert pool.check().blocks["live"] == 6
 
 
+@pytest.mark.racks("sim-2")
+def test_another_host_finds_what_one_has_stored(pool, client_of, rack):
+    here, there = client_of(host=pool.host), client_of(host=rack.next_host())
+    assert put(here, KEYS[:2], [random(20000), random(100)])[0]
+    assert exists(there, KEYS[:3]) == [True, True, False]
+    ok, _, _, buffers = get(there, KEYS[:2], [20000, 100])
+    assert ok
+    assert np.array_equal(buffers[0], random(20000))
+    assert delete(there, KEYS[:1]) == [True]
+    assert exists(there, KEYS[:2]) == [False, True]
+
+
 def test_views_as_lmcache_hands_them_in(client):
     """Its buffers are views of ctypes arrays, whose format is '<B'."""
     source, target = (ctypes.c_ubyte * 5000)(*([7] * 5000)), (ctypes.c_ubyte * 5000)()

@@ -180,6 +180,22 @@ for attention in ("sdpa", ATTENTION):
     assert [line for line in done.stdout.splitlines() if line] == [f"96 {wanted.tolist()}"] * 2
 
 
+@pytest.mark.racks("sim-2")
+def test_another_handle_finds_the_prefix(models, store_of, rack, uri):
+    """Also on another host, whose cache sees nothing that was not written back and refreshed."""
+    ids = prompt()
+    wanted = plain(models("llama"), ids)
+    model = models("llama", ATTENTION)
+    store = store_of(model)
+    with store.cache(ids) as cache:
+        generate(model, ids, cache)
+    with rack.open(uri) as pool:
+        other = store_of(model, pool)
+        with other.cache(ids) as cache:
+            assert cache.hit_tokens == 96
+            assert torch.equal(generate(model, ids, cache), wanted)
+
+
 def test_a_process_that_is_killed_as_it_generates(models, store_of, uri, tmp_path):
     """Its prefix is found or computed again, its blocks and pins come back."""
     model, ids = models("llama", ATTENTION), prompt()
