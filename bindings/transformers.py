@@ -23,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,11 @@ _IRRELEVANT = (
     "return_dict",
     "output_attentions",
     "output_hidden_states",
+    "dtype",  # stands in the identity by itself
+    "torch_dtype",
 )
+# Tokens that stand for something else: the same token for every image.
+_PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*_token_(id|index)")
 _KINDS = ("full_attention", "sliding_attention")
 # What a model may ask of keys that are not there.
 _HARMLESS = ("shape", "dtype", "device", "ndim", "size", "dim", "is_cuda", "layout", "requires_grad")
@@ -88,8 +93,15 @@ def _is_latent(config: Any) -> bool:
 
 def config_digest(config: Any) -> str:
     """A digest of everything in a configuration that may change keys and values: rotary settings, window, sizes."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    text = json.dumps(_relevant(config.to_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _relevant(value: Any) -> Any:
+    """A configuration, and those inside it, without what is irrelevant."""
+    if not isinstance(value, dict):
+        return value
+    return {str(name): _relevant(part) for name, part in value.items() if name not in _IRRELEVANT}
 
 
 class KVStore:
@@ -169,18 +181,24 @@ class KVStore:
         token.
 
         `input_ids` [sequences, tokens]. With several sequences the shortest of their hits counts. If `attention_mask`
-        hides tokens (padding), nothing is shared: their positions are not those of the same text without padding.
-        `look_up=False`: begin empty, and still publish. Assisted generation of transformers needs that.
+        hides tokens (padding), nothing is shared: their positions are not those of the same text without padding. Nor
+        is a prompt with tokens that stand for images or sounds, which are the same for every image. `look_up=False`:
+        begin empty, and still publish. Assisted generation of transformers needs that.
         """
         return PoolCache(self, input_ids, attention_mask, look_up=look_up)
 
 
-def _is_padded(config: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-    """Will `generate` hide tokens of the prompt? Without a mask it makes one from padding tokens."""
-    if attention_mask is not None:
-        return not bool(attention_mask.bool().all())
-    padding = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
-    return padding is not None and bool((input_ids == padding).any())
+def _is_only_text(config: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+    """Do the tokens say all? Not if `generate` hides some (without a mask it makes one from padding tokens), nor if
+    some stand for an image or a sound.
+    """
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
+        return False
+    others = [value for name, value in config.to_dict().items() if _PLACEHOLDER.fullmatch(name)]
+    if attention_mask is None:
+        others.append(getattr(config.get_text_config(decoder=True), "pad_token_id", None))
+    unsaid = [token for token in others if isinstance(token, int)]
+    return not bool(torch.isin(input_ids, torch.tensor(unsaid, dtype=input_ids.dtype, device=input_ids.device)).any())
 
 
 @dataclass(eq=False)
@@ -217,7 +235,7 @@ class PoolCache(Cache):
         layout = store.paged.layout
         super().__init__(layers=[_PoolLayer(self, index) for index in range(layout.layers)])
         self.store, self.layout = store, layout
-        self.is_shareable = not _is_padded(store.config, input_ids, attention_mask)
+        self.is_shareable = _is_only_text(store.config, input_ids, attention_mask)
         self.lengths = [0] * layout.layers
         self._keys = [store.namespace.keys(row) for row in input_ids.cpu().numpy().astype(np.int64)]
         self._hits: list[kvpool.Hit] = []

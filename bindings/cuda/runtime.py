@@ -242,11 +242,14 @@ class CupyDevice:
     def is_done(self, event: int) -> bool:
         """As `CudartDevice`: cupy returns the code of a query, or raises it."""
         try:
-            return int(self._call("eventQuery", event) or 0) == 0
+            code = int(self._call("eventQuery", event) or 0)
         except DeviceError as error:
-            if error.device_code == NOT_READY:
-                return False
-            raise
+            if error.device_code != NOT_READY:
+                raise
+            code = NOT_READY
+        if code not in (0, NOT_READY):
+            raise DeviceError("eventQuery", code, "unknown")
+        return code == 0
 
     def wait(self, event: int) -> None:
         """As `CudartDevice`."""

@@ -492,7 +492,7 @@ class CupyRuntime(types.ModuleType):
 
     def __init__(self):
         super().__init__("cupy.cuda.runtime")
-        self.calls, self.status = [], 0
+        self.calls, self.status, self.query = [], 0, 0
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -504,7 +504,7 @@ class CupyRuntime(types.ModuleType):
                 raise CupyFailure(self.status)
             if name == "pointerGetAttributes":
                 return types.SimpleNamespace(devicePointer=arguments[0] + 1)
-            return {"getDeviceCount": 1, "getDevice": 0, "eventQuery": 0}.get(name, 9)
+            return {"getDeviceCount": 1, "getDevice": 0, "eventQuery": self.query}.get(name, 9)
 
         return call
 
@@ -543,6 +543,11 @@ def test_cupy_is_called_by_its_names(monkeypatch):
             getattr(device, name)(1)
     runtime.status = 600
     assert device.is_done(1) is False
+    runtime.status, runtime.query = 0, 600  # returned instead of raised
+    assert device.is_done(1) is False
+    runtime.query = 719
+    with pytest.raises(DeviceError, match="719"):
+        device.is_done(1)
 
 
 def test_the_real_cupy_has_these_names():

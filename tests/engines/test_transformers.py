@@ -269,6 +269,19 @@ def test_padding_is_computed_and_not_shared(models, store_of, attention):
     assert store.pool.check().blocks["live"] == 0
 
 
+def test_tokens_that_stand_for_images_are_not_shared(models, store_of):
+    """Two images have the same tokens."""
+    model, ids = models("llama"), prompt(40)
+    store = store_of(model)
+    store.config = config_of("llama")
+    store.config.image_token_id = int(ids[0, 20])
+    with store.cache(ids) as cache:
+        generate(model, ids, cache)
+    assert store.pool.check().blocks["live"] == 0
+    assert not store.cache(ids).is_shareable
+    assert store.cache(ids[:, :20]).is_shareable
+
+
 @pytest.mark.parametrize("attention", ["sdpa", ATTENTION])
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
 def test_beams(models, store_of, how, attention):
