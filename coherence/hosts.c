@@ -200,7 +200,7 @@ int kvp_host_claim(struct kvp_roster *roster)
     struct kvp_host *host = &roster->hosts[roster->self];
     uint64_t machine = machine_id(roster), drawn = draw();
 
-    nc_invalidate(host, sizeof *host);
+    nc_invalidate(host, sizeof *host); /* adoptions too: on a device our cache may hold those of an earlier pool */
     kvp_host_watch(roster); /* with the fence that lets us read our own former slot */
     uint64_t incarnation = nc_load(&host->incarnation);
     int status = incarnation ? check_former(roster, machine, incarnation) : KVP_OK;

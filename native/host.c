@@ -8,13 +8,16 @@ enum { TURN_MS = KVP_MODE == KVP_EXPLORE ? 2 : 2000 };
 
 /* ---- start ---- */
 
-/* Where the logs of the others stand: fixed before the words are scanned. By old copies, too: then we read more records. */
+/* Where the logs of the others stand: fixed before the words are scanned. Old copies would do, we should read more records; but
+ * on a device those may be of an earlier pool, and the new one's logs reach so far only much later. */
 static void fix_positions(kvp_pool *pool)
 {
     const struct kvp_layout *layout = &pool->arena.layout;
 
     for (uint32_t h = 0; h < layout->hosts; h++)
         for (uint32_t w = 0; h != pool->host && w < layout->workers; w++) {
+            kvp_log_refresh(kvp_ring(&pool->arena, h, w), layout->log_records, 0, layout->log_records);
+            nc_read_fence(); /* the headers are read after they were dropped */
             uint64_t newest = kvp_log_newest(kvp_ring(&pool->arena, h, w), layout->log_records);
             co_store(&pool->arena.read[(uint64_t)h * layout->workers + w], newest ? newest - 1 : 0);
         }

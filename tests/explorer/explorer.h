@@ -8,7 +8,9 @@
  *  - Stores of each worker pass a buffer in order (x86-TSO). Write-backs and invalidates may be late: they wait for
  *    older stores to the same line and for an older write fence, and for nothing else. A write fence orders later
  *    stores, write-backs and invalidates; no load waits for it. A read fence completes invalidates; it does not wait
- *    for stores. A full fence, and each locked operation, empties the buffer; a host fence empties it of stores.
+ *    for stores. A full fence empties the buffer; a host fence, and each locked operation, empties it of stores (x86
+ *    waits for write-backs and invalidates there, too; arm64 does not). With the option `arm` the store of a locked
+ *    operation may be late; nobody changes that word before, and older stores are not later than it.
  *  - Each host has a write-back cache of 64-byte lines over non-coherent memory. Any dirty line may be evicted, any
  *    clean line dropped, any line fetched early, at any moment where that makes a difference.
  *  - A worker dies at any step; its host's cache lives on. A host dies at any step; each dirty line is then flushed
@@ -27,7 +29,7 @@
 
 enum {
     EX_LINE = 64,
-    EX_LINES = 8192, /* of all regions together; a line that no run touches costs nothing */
+    EX_LINES = 16384, /* of all regions together; a line that no run touches costs nothing */
     EX_HOSTS = 5,
     EX_THREADS = 12,
     EX_GHOST_BYTES = 512,

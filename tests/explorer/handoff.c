@@ -358,3 +358,35 @@ static void give_recovered_setup(void)
 const struct ex_scenario scenario_giving_recovered = {.name = "give-recovered", .what = "a segment moves while a dead worker's work on it is undone",
                                              .setup = give_recovered_setup, .check = check, .died = world_died, .crashes = 1,
                                              .seconds = 30};
+
+/* A publication finds its key taken: its block goes back, with a label that was for nothing. */
+static void put_duplicate(void *pool)
+{
+    kvp_pool *mine = pool;
+
+    world_put(mine, 0, 1);
+    mine->keeper.on_tick(mine->keeper.context);
+}
+
+static void take_and_put_two(void *pool)
+{
+    kvp_pool_follow(pool);
+    world_merge(pool, 1);
+    world_put(pool, 1, 2);
+}
+
+static void give_duplicate_setup(void)
+{
+    taker = world_make(&(struct world_request){.blocks = 2, .hosts = 2, .workers = 2});
+    giver = world_join(1);
+    world_hoard(0);
+    world_put(giver, 0, 1);
+    kvp_pool_follow(taker);
+    kvp_pool_follow(giver);
+    world_spawn(giver, give_twice, 0);
+    world_spawn(world_join(1), put_duplicate, 0);
+    world_spawn(taker, take_and_put_two, 0);
+    finish();
+}
+const struct ex_scenario scenario_giving_duplicate = {.name = "give-duplicate", .what = "a segment moves in which a publication was for nothing",
+                                             .setup = give_duplicate_setup, .check = check, .seconds = 30};

@@ -624,11 +624,8 @@ static void come_instead(void *none)
     (void)none;
     kvp_pool *pool;
 
-    while (!(pool = world_open(1))) {
-        EX_CHECK(!GHOST[2]++, "the number of a host that has left is refused");
-        while (!GHOST[1])
-            ex_spin();
-    }
+    while (!(pool = world_open(1)))
+        ex_spin();
     EX_CHECK(pool->arena.roster.incarnation == 2 + GHOST[4], "incarnation %llu is not new",
              (unsigned long long)pool->arena.roster.incarnation);
     world_merge(pool, 1);
