@@ -96,14 +96,16 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
                 kvp_set_hint(&arena->class[c], number);
 }
 
-static void clear_pins(struct kvp_arena *arena)
+/* What our former life has left in memory, which is not what our cache may hold of it: pins go, logs go on. */
+static void take_tables(struct kvp_arena *arena)
 {
     nc_u64 *high = kvp_pin_high(arena, arena->host);
 
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         nc_u64 *pins = kvp_pins(arena, arena->host, w);
         nc_invalidate(pins, arena->layout.pin_slots * 8ull);
-        nc_full_fence(); /* what our former incarnation left in memory is read, not what our cache may hold */
+        nc_invalidate(kvp_ring(arena, arena->host, w), arena->layout.log_records * sizeof(struct kvp_record));
+        nc_read_fence(); /* pins here, and records when a worker joins, are read after they were dropped */
         for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
             if (nc_load(&pins[i]))
                 nc_store(&pins[i], 0);
@@ -154,7 +156,7 @@ void kvp_arena_start(struct kvp_arena *arena)
         if (kvp_segment_state(co_load(&arena->segments[s])) == KVP_SEGMENT_MOVING)
             kvp_segment_settle(arena, s);
     kvp_recover_segments(arena, KVP_NO_WORKER); /* opens what is still closed in segments that are held */
-    clear_pins(arena);
+    take_tables(arena);
     nc_write_fence(); /* all of it is in memory before anybody is told that this host has started */
 }
 
@@ -188,7 +190,7 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
         /* A higher epoch: whatever the lost host's row says, ours counts. */
         uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[s])) + 1;
         kvp_owner_write(arena, s, epoch, arena->host, KVP_OWNER_TAKEN);
-        nc_write_fence(); /* ours is in memory before the first word changes */
+        nc_write_fence(); /* ours is in memory before the adoption is said to be complete: a host that is back reads the rows then */
         KVP_CRASH_POINT("adopt.owned");
         kvp_segment_settle(arena, s);
         adopted++;
@@ -203,8 +205,11 @@ uint32_t kvp_owners_reclaim(struct kvp_arena *arena)
 
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0), own = nc_load(&kvp_owners(arena, arena->host)[s]);
-        if (kvp_owner(arena, s) != arena->host || kvp_owner_state(own) != KVP_OWNER_TAKEN ||
-            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        int taken = kvp_owner_state(own) == KVP_OWNER_TAKEN;
+        if (kvp_owner(arena, s) != arena->host ||
+            !co_cas(&arena->segments[s], &seen,
+                    kvp_segment_word(taken ? KVP_SEGMENT_MOVING : KVP_SEGMENT_OFFERED, 0, taken ? arena->self : 0)) ||
+            !taken)
             continue;
         kvp_segment_refresh(arena, s);
         kvp_segment_settle(arena, s);

@@ -359,6 +359,8 @@ void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, ui
 uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
 /* Give back blocks that are OWN(self). RANGE, NOTOWNED (double free included): then none is freed. */
 int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
+/* A reservation ends without a publication: what was written through views leaves our cache, and is fenced. */
+void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Note that a block is probably FREE. */
 void kvp_set_hint(struct kvp_class *class, uint32_t number);
 /* Return every magazine to the common stock. */
@@ -452,7 +454,8 @@ void kvp_owners_refresh(const struct kvp_arena *arena);
 void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state);
 /* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
-/* Take what is offered to us, up to our quota, and see what became of our own offers. The rows have been refreshed.
+/* Take what is offered to us, up to our quota, and see what became of our own offers: those that were refused are ours again.
+ * The rows have been refreshed.
  * Returns how many segments became ours. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
 /* See which of our offers were taken: before the takers' records are read, which name blocks that are theirs by now. */

@@ -41,7 +41,6 @@ static void release(struct kvp_class *class, uint32_t number)
 
     nc_store(&class->words[number], kvp_word(kvp_word_generation(word), 0, KVP_FREE));
     KVP_CRASH_POINT("free.before_hint");
-    nc_write_back(&class->words[number], 8);
     kvp_set_hint(class, number);
 }
 
@@ -181,6 +180,13 @@ int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint3
     return KVP_OK;
 }
 
+void kvp_block_end(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    nc_write_back(arena->class[c].data + number * arena->class[c].stride, arena->class[c].stride);
+    nc_write_fence(); /* in memory before the block is FREE: once it is, it may become another host's, and what our cache
+                       * still held would fall on what that host writes there */
+}
+
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *ref)
 {
     uint64_t word = 0;
@@ -288,6 +294,9 @@ static void walk_table(struct kvp_arena *arena, uint32_t h, uint32_t w, void (*v
 /* Visit the block of every pin of every worker of every host. */
 static void walk_pins(struct kvp_arena *arena, void (*visit)(struct kvp_class *class, uint32_t number))
 {
+    /* Dekker with kvp_pin: EVICTING is visible before the pins are read, or dropped to be read; the pinner's slot is
+     * visible before it reads the word. One of the two sees the other. */
+    nc_full_fence();
     if (KVP_MANY_HOSTS)
         refresh_pins(arena);
     for (uint32_t h = 0; h < arena->layout.hosts; h++)
@@ -369,9 +378,6 @@ uint32_t kvp_evict_begin(struct kvp_arena *arena, uint32_t c, uint32_t *numbers,
 
     if (!locked)
         return 0;
-    /* Dekker with kvp_pin: EVICTING is visible before the pins are read, or dropped to be read; the pinner's slot is
-     * visible before it reads the word. One of the two sees the other. */
-    nc_full_fence();
     walk_pins(arena, strike);
     return keep_unpinned(arena, c, numbers, locked);
 }
@@ -381,7 +387,6 @@ int kvp_is_pinned(struct kvp_arena *arena, uint32_t c, uint32_t number)
     uint64_t bit = 1ull << number % 64, *victims = &arena->class[c].victims[number / 64];
 
     *victims |= bit;
-    nc_full_fence(); /* Dekker with kvp_pin, as in kvp_evict_begin */
     walk_pins(arena, strike);
     int pinned = !(*victims & bit);
     *victims &= ~bit;

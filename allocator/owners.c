@@ -54,45 +54,32 @@ void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, 
     nc_write_back(own, 8);
 }
 
-static void segment_bytes(const struct kvp_arena *arena, uint32_t segment, uint8_t **from, uint64_t *bytes)
-{
-    uint64_t start = segment * arena->layout.segment_bytes, left = arena->layout.payload_bytes - start;
-
-    *from = arena->class[0].data + start;
-    *bytes = left < arena->layout.segment_bytes ? left : arena->layout.segment_bytes;
-}
-
-/* Every line of a segment that our cache may hold: its words, its bytes, and pins of ours that nobody else has seen. */
+/* Every line of a segment that our cache may hold: its words and labels, and pins of ours that nobody else has seen. Its
+ * bytes were written back when they were published, or when their reservation ended. */
 static void write_all_back(struct kvp_arena *arena, uint32_t segment)
 {
     uint32_t first, end;
-    uint64_t bytes;
-    uint8_t *from;
 
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
         kvp_segment_blocks(arena, c, segment, &first, &end);
         nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
         nc_write_back(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
     }
-    segment_bytes(arena, segment, &from, &bytes);
-    nc_write_back(from, bytes); /* bytes of reservations that were withdrawn too: evicted later they would hit the taker's */
     for (uint32_t w = 0; w < arena->layout.workers; w++)
         nc_write_back(kvp_pins(arena, arena->host, w), nc_load(kvp_pin_high(arena, arena->host) + w) * 8);
 }
 
 void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment)
 {
+    uint64_t start = segment * arena->layout.segment_bytes, left = arena->layout.payload_bytes - start;
     uint32_t first, end;
-    uint64_t bytes;
-    uint8_t *from;
 
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
         kvp_segment_blocks(arena, c, segment, &first, &end);
         nc_invalidate(&arena->class[c].words[first], (end - first) * 8ull);
         nc_invalidate(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
     }
-    segment_bytes(arena, segment, &from, &bytes);
-    nc_invalidate(from, bytes);
+    nc_invalidate(arena->class[0].data + start, left < arena->layout.segment_bytes ? left : arena->layout.segment_bytes);
     nc_full_fence(); /* what the former owner wrote back is read after our old copies were dropped */
 }
 
@@ -190,11 +177,10 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     kvp_owner_write(arena, segment, epoch, to, KVP_OWNER_REVOKING);
     nc_write_fence(); /* REVOKING is in memory before the taker's word is dropped: Dekker with take() */
     nc_invalidate(&kvp_owners(arena, to)[segment], 8);
-    nc_invalidate(&arena->roster.hosts[to], KVP_LINE);
-    nc_full_fence(); /* and the taker's word, and whether it is the same host yet, are read after that */
+    nc_full_fence(); /* and the taker's word is read after that */
     int taken = kvp_offer_fate(arena, segment, to, epoch);
     if (taken < 0 && kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
-        taken = 0; /* who was taking it is lost, and a new incarnation of it would have aborted that first */
+        taken = 0; /* who was taking it is lost. By an old copy of its line, too: a new incarnation aborts that first */
     if (taken == 0) {
         kvp_owner_write(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
@@ -231,14 +217,27 @@ static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64
     return 1;
 }
 
+/* Has a worker, or a life, of the host that we offer the segment to ended in the middle of taking it? It does not try again. */
+static int is_refused(const struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]);
+    uint32_t to = kvp_owner_peer(own);
+
+    return kvp_owner_state(own) == KVP_OWNER_OFFER && to < arena->layout.hosts &&
+           nc_load(&kvp_owners(arena, to)[segment]) == kvp_owner_word(kvp_owner_epoch(own), arena->host, KVP_OWNER_ABORTED);
+}
+
 uint32_t kvp_owners_tick(struct kvp_arena *arena)
 {
     uint32_t taken = 0, owned = kvp_owned(arena), quota = arena->layout.quota;
 
     for (uint32_t s = 0; s < arena->layout.segments; s++) {
         enum kvp_segment_state state = kvp_segment_state(co_load(&arena->segments[s]));
-        if (state == KVP_SEGMENT_OFFERED)
+        if (state == KVP_SEGMENT_OFFERED) {
             see_offer(arena, s);
+            if (is_refused(arena, s))
+                kvp_owner_revoke(arena, s);
+        }
         if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota) || co_load32(&arena->head->yields))
             continue;
         for (uint32_t h = 0; h < arena->layout.hosts; h++) {

@@ -41,7 +41,6 @@ static void open_blocks(struct kvp_arena *arena, uint32_t c, uint32_t segment)
         if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_FREE)))
             continue;
         KVP_CRASH_POINT("segment.opened");
-        nc_write_back(&class->words[number], 8);
         kvp_set_hint(class, number);
     }
 }
@@ -76,43 +75,42 @@ static int close_block(struct kvp_arena *arena, uint32_t c, uint32_t number)
         arena->drained(arena->context, kvp_block(c, number));
         word = nc_load(&class->words[number]);
         nc_store(&class->words[number], kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT));
-        nc_write_back(&class->words[number], 8);
         return 1;
     }
     if (kvp_word_state(word) == KVP_ABSENT && !kvp_is_ours(arena, c, number))
         return 1; /* its line lies in another host's segment, too: nobody opens it */
     /* A new generation, also of one that is ABSENT already: whoever saw it so while the segment was held, and is about to
      * open it, must not succeed now. */
-    if ((kvp_word_state(word) != KVP_FREE && kvp_word_state(word) != KVP_ABSENT) ||
-        !nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT)))
-        return 0;
-    nc_write_back(&class->words[number], 8);
-    return 1;
+    return (kvp_word_state(word) == KVP_FREE || kvp_word_state(word) == KVP_ABSENT) &&
+           nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_ABSENT));
 }
 
 int kvp_segment_drain(struct kvp_arena *arena, uint32_t c, uint32_t segment)
 {
     uint64_t seen = kvp_segment_word(KVP_SEGMENT_HELD, c, 0);
-    uint32_t number, end;
+    uint32_t first, end;
     int empty = 1;
 
     kvp_spill(arena);
     if (!co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_DRAINING, c, arena->self)))
         return 0;
     KVP_CRASH_POINT("segment.draining");
-    kvp_segment_blocks(arena, c, segment, &number, &end);
-    for (; number < end && empty; number++) {
+    kvp_segment_blocks(arena, c, segment, &first, &end);
+    for (uint32_t number = first; number < end && empty; number++) {
         empty = close_block(arena, c, number);
         KVP_CRASH_POINT("segment.closed");
     }
     if (empty) {
+        nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
+        nc_write_fence(); /* ABSENT is in memory before a word of the next class is: of a host that is lost, memory says which
+                           * class has the segment */
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
         return 1;
     }
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_HELD, c, 0));
     /* Dekker with whoever gives back or adopts the neighbour: HELD is visible before we read the neighbour's word,
      * or both leave the block on the border closed. */
-    nc_full_fence();
+    co_full_fence();
     open_blocks(arena, c, segment);
     return 0;
 }

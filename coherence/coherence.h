@@ -333,8 +333,9 @@ void kvp_keeper_stop(struct kvp_keeper *keeper);
 int kvp_worker_dead(const struct kvp_slot *slot);
 /* Is a worker that is known dead gone to its last thread? Waits up to timeout_ms for it. */
 int kvp_worker_gone(const struct kvp_slot *slot, int timeout_ms);
-/* Hash of the kernel's boot id, never 0. */
+/* Hashes of the kernel's boot id, and of what names this machine through reboots; never 0. */
 uint64_t kvp_boot_id(void);
+uint64_t kvp_machine_id(void);
 /* Changes in a child after fork(); compare with the value at open. */
 uint64_t kvp_fork_count(void);
 
@@ -376,7 +377,7 @@ enum kvp_adoption {
     KVP_ADOPTION_NONE,
     KVP_ADOPTION_INTENT,    /* it may yet be withdrawn */
     KVP_ADOPTION_DECIDED,   /* the host's segments are being taken */
-    KVP_ADOPTION_COMPLETE,  /* none is left */
+    KVP_ADOPTION_COMPLETE,  /* none is left, and the adopter's row says so in memory */
 };
 
 /* What the workers of one host have seen of another; in their host's own memory. */
@@ -405,7 +406,7 @@ struct kvp_roster {
     uint64_t incarnation;       /* of our host */
     uint64_t lease_ns;
     uint32_t count, self;
-    int yields;                 /* set by kvp_host_claim: our former incarnation is being adopted, or was */
+    int yields;                 /* set by kvp_host_claim: an earlier life of ours is being adopted */
 };
 
 /* Become host `self` under a new incarnation. The caller holds the lock of the host's memory, which is new. HOST: the
@@ -429,8 +430,8 @@ int kvp_host_adopt(struct kvp_roster *roster, uint32_t host, uint64_t incarnatio
 int kvp_host_adopting(struct kvp_roster *roster, uint32_t host);
 /* Nothing is left to take. */
 void kvp_host_adopted(struct kvp_roster *roster, uint32_t host);
-/* How far the adoption of our former incarnation has come, if we had to yield to one. Refreshes. */
-enum kvp_adoption kvp_host_yielded(struct kvp_roster *roster);
+/* Does a host that is not lost itself adopt an earlier life of ours at this moment? Refreshes. */
+int kvp_host_yields(struct kvp_roster *roster);
 
 /* ---- log ---------------------------------------------------------------------------------------------
  * One ring of 32-byte records per worker, written by that worker alone; a record never crosses a line.

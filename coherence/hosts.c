@@ -2,10 +2,8 @@
 #define _GNU_SOURCE
 #include "coherence/coherence.h"
 
-#include <fcntl.h>
 #include <sys/random.h>
 #include <time.h>
-#include <unistd.h>
 
 enum { BEAT_NS = KVP_TICK_MS * 500000, CLAIM_MS = 20 };
 
@@ -24,19 +22,10 @@ static void sleep_ms(uint64_t ms)
     nanosleep(&pause, NULL);
 }
 
-/* Hash of what names this machine through reboots. Simulated hosts are machines of their own. */
+/* Simulated hosts are machines of their own. */
 static uint64_t machine_id(const struct kvp_roster *roster)
 {
-    char id[64] = {0};
-    uint64_t hash = 0xcbf29ce484222325u;
-    int fd = open("/etc/machine-id", O_RDONLY | O_CLOEXEC);
-    ssize_t length = fd < 0 ? (gethostname(id, sizeof id - 1) ? 0 : (ssize_t)sizeof id) : read(fd, id, sizeof id);
-
-    if (fd >= 0)
-        close(fd);
-    for (ssize_t i = 0; i < length; i++)
-        hash = (hash ^ (uint8_t)id[i]) * 0x100000001b3u;
-    return (KVP_MODE == KVP_SIM ? hash ^ (roster->self + 1) * 0x9e3779b97f4a7c15u : hash) | 1;
+    return kvp_machine_id() ^ (KVP_MODE == KVP_SIM ? (roster->self + 1) * 0x9e3779b97f4a7c15u << 1 : 0);
 }
 
 /* ---- seeing the others ---- */
@@ -143,8 +132,7 @@ static int is_silent(struct kvp_roster *roster, const struct kvp_host *host)
 
     while (clock_ns(CLOCK_MONOTONIC) - start < roster->lease_ns) {
         sleep_ms(KVP_TICK_MS);
-        nc_invalidate(host, KVP_LINE);
-        nc_read_fence(); /* the beat is read after it was dropped */
+        nc_invalidate(host, KVP_LINE); /* no fence: what the next round sees is soon enough */
         if (nc_load(&host->beat) != beat)
             return 0;
     }
@@ -177,12 +165,42 @@ static uint64_t draw(void)
     return getrandom(&drawn, sizeof drawn, 0) == sizeof drawn ? drawn | 1 : clock_ns(CLOCK_BOOTTIME) | 1;
 }
 
+static void write_adoption(struct kvp_roster *roster, uint32_t lost, uint64_t word)
+{
+    nc_u64 *adopted = &roster->hosts[roster->self].adopted[lost];
+
+    nc_store(adopted, word);
+    nc_write_back(adopted, 8);
+    nc_write_fence(); /* in memory before we look at the lost host, or touch a word of it: who wakes up sees it */
+}
+
+/* The second half of the Dekker with kvp_host_claim. */
+static int decide(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
+{
+    nc_invalidate(&roster->hosts[lost], KVP_LINE);
+    nc_full_fence(); /* the incarnation is read after our intent was written and its line dropped */
+    int same = nc_load(&roster->hosts[lost].incarnation) == incarnation;
+    write_adoption(roster, lost, same ? incarnation << 2 | KVP_ADOPTION_DECIDED : 0);
+    return same;
+}
+
+/* Adoptions of our former life go on, unless their host has come back: it may have stopped to yield to us when we were
+ * lost. The other half of this Dekker is in kvp_host_yields. */
+static void decide_anew(struct kvp_roster *roster)
+{
+    for (uint32_t lost = 0; lost < roster->count; lost++) {
+        uint64_t word = nc_load(&roster->hosts[roster->self].adopted[lost]);
+        if ((word & 3) == KVP_ADOPTION_INTENT || (word & 3) == KVP_ADOPTION_DECIDED)
+            decide(roster, lost, word >> 2);
+    }
+}
+
 int kvp_host_claim(struct kvp_roster *roster)
 {
     struct kvp_host *host = &roster->hosts[roster->self];
     uint64_t machine = machine_id(roster), drawn = draw();
 
-    nc_invalidate(host, KVP_LINE);
+    nc_invalidate(host, sizeof *host); /* adoptions too: on a device our cache may hold those of an earlier pool */
     kvp_host_watch(roster); /* with the fence that lets us read our own former slot */
     uint64_t incarnation = nc_load(&host->incarnation);
     int status = incarnation ? check_former(roster, machine, incarnation) : KVP_OK;
@@ -199,9 +217,10 @@ int kvp_host_claim(struct kvp_roster *roster)
     nc_write_back(host, KVP_LINE);
     nc_write_fence(); /* the incarnation is in memory before anything else of this start: owners and evictors compare it */
     co_store(roster->beaten, clock_ns(CLOCK_BOOTTIME));
-    roster->yields = kvp_host_yielded(roster) != KVP_ADOPTION_NONE; /* Dekker with kvp_host_adopt: after our incarnation */
-    if (KVP_MODE != KVP_NONCOHERENT)
-        return KVP_OK;
+    roster->yields = kvp_host_yields(roster); /* Dekker with kvp_host_adopt: after our incarnation */
+    decide_anew(roster);
+    if (KVP_MODE == KVP_SIM)
+        return KVP_OK; /* all that simulate one host are in one cache */
     /* No instruction elects between machines that claim one number at once. Of two writers of a line one is last, and
      * both read that one once the writes have settled: a safety net for a misconfigured rack, not a protocol. */
     sleep_ms(CLAIM_MS);
@@ -223,25 +242,6 @@ void kvp_host_leave(struct kvp_roster *roster)
 }
 
 /* ---- adopting one ---- */
-
-static void write_adoption(struct kvp_roster *roster, uint32_t lost, uint64_t word)
-{
-    nc_u64 *adopted = &roster->hosts[roster->self].adopted[lost];
-
-    nc_store(adopted, word);
-    nc_write_back(adopted, 8);
-    nc_write_fence(); /* in memory before we look at the lost host, or touch a word of it: who wakes up sees it */
-}
-
-/* The second half of the Dekker with kvp_host_claim. */
-static int decide(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
-{
-    nc_invalidate(&roster->hosts[lost], KVP_LINE);
-    nc_full_fence(); /* the incarnation is read after our intent was written and its line dropped */
-    int same = nc_load(&roster->hosts[lost].incarnation) == incarnation;
-    write_adoption(roster, lost, same ? incarnation << 2 | KVP_ADOPTION_DECIDED : 0);
-    return same;
-}
 
 int kvp_host_adopt(struct kvp_roster *roster, uint32_t lost, uint64_t incarnation)
 {
@@ -272,19 +272,19 @@ void kvp_host_adopted(struct kvp_roster *roster, uint32_t lost)
     write_adoption(roster, lost, nc_load(&roster->hosts[roster->self].adopted[lost]) | KVP_ADOPTION_COMPLETE);
 }
 
-enum kvp_adoption kvp_host_yielded(struct kvp_roster *roster)
+int kvp_host_yields(struct kvp_roster *roster)
 {
-    enum kvp_adoption least = KVP_ADOPTION_NONE;
-
     for (uint32_t h = 0; h < roster->count; h++)
-        if (h != roster->self)
+        if (h != roster->self) {
             nc_invalidate(&roster->hosts[h].adopted[roster->self], 8);
+            nc_invalidate(&roster->hosts[h], KVP_LINE);
+        }
     nc_full_fence(); /* what adopters have written is read after our incarnation was, and after the lines were dropped */
     for (uint32_t h = 0; h < roster->count; h++) {
         uint64_t word = h == roster->self ? 0 : nc_load(&roster->hosts[h].adopted[roster->self]);
-        enum kvp_adoption phase = (enum kvp_adoption)(word & 3);
-        if (word && word >> 2 == roster->incarnation - 1 && (least == KVP_ADOPTION_NONE || phase < least))
-            least = phase;
+        if (word && word >> 2 < roster->incarnation && (word & 3) != KVP_ADOPTION_COMPLETE &&
+            !kvp_host_fenced(roster, h, nc_load(&roster->hosts[h].incarnation)))
+            return 1;
     }
-    return least;
+    return 0;
 }

@@ -49,11 +49,12 @@ uint64_t kvp_fork_count(void)
     return __atomic_load_n(&fork_count, __ATOMIC_RELAXED);
 }
 
-static uint64_t read_boot_id(void)
+/* Hash of a file that holds an identity, never 0. */
+static uint64_t read_id(const char *path)
 {
     char id[64];
     uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a: an identity, not a checksum */
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t length = fd < 0 ? 0 : read(fd, id, sizeof id);
 
     if (fd >= 0)
@@ -63,13 +64,26 @@ static uint64_t read_boot_id(void)
     return hash | 1;
 }
 
+uint64_t kvp_machine_id(void)
+{
+    char name[64] = {0};
+    uint64_t id = read_id("/etc/machine-id");
+
+    if (id != read_id("")) /* there is such a file */
+        return id;
+    gethostname(name, sizeof name - 1);
+    for (const char *c = name; *c; c++)
+        id = (id ^ (uint8_t)*c) * 0x100000001b3u;
+    return id | 1;
+}
+
 uint64_t kvp_boot_id(void)
 {
     static uint64_t cached;
     uint64_t id = __atomic_load_n(&cached, __ATOMIC_RELAXED);
 
     if (!id) {
-        id = read_boot_id();
+        id = read_id("/proc/sys/kernel/random/boot_id");
         __atomic_store_n(&cached, id, __ATOMIC_RELAXED);
     }
     return id;

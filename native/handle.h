@@ -281,6 +281,9 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 void kvp_superblock_seal(struct kvp_superblock *super);
 /* Is this an image we can use? Each reason is its own status. */
 int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
+/* Copy it, with its life, as it is in memory now, and verify the copy: what is used of an image is used from there, since
+ * in a hostile one it might change. Zeros if `mapped` is less than a page. */
+int kvp_superblock_read(const struct kvp_superblock *super, uint64_t mapped, struct kvp_superblock *seen);
 
 /* ---- qualify.c ---- */
 

@@ -8,7 +8,8 @@ enum { TURN_MS = KVP_MODE == KVP_EXPLORE ? 2 : 2000 };
 
 /* ---- start ---- */
 
-/* Where the logs of the others stand: fixed before the words are scanned. */
+/* Where the logs of the others stand: fixed before the words are scanned. Old copies would do, we should read more records; but
+ * on a device those may be of an earlier pool, and the new one's logs reach so far only much later. */
 static void fix_positions(kvp_pool *pool)
 {
     const struct kvp_layout *layout = &pool->arena.layout;
@@ -134,10 +135,8 @@ void kvp_host_part(kvp_pool *pool)
             return;
     for (uint32_t c = 0; c < arena->layout.classes; c++)
         for (uint32_t number = 0; number < arena->class[c].blocks; number += 8)
-            if (kvp_is_ours(arena, c, number)) {
+            if (kvp_is_ours(arena, c, number))
                 nc_write_back(&arena->class[c].words[number], 8);
-                nc_write_back(&arena->class[c].labels[number], 8 * sizeof(struct kvp_label));
-            }
     kvp_host_leave(&arena->roster);
 }
 
@@ -245,18 +244,17 @@ static uint32_t finish_adoptions(kvp_pool *pool)
     return adopted;
 }
 
-/* We are back from a life that somebody adopts. Once nothing is left of it to take we may take what is offered; if the
- * adopter has withdrawn, because it saw us come back, what we owned is ours. */
+/* We are back from a life that somebody adopts. Once that is complete, or withdrawn because the adopter saw us come back, or
+ * the adopter is lost itself, what the rows leave us of it is ours. */
 static uint32_t end_yielding(kvp_pool *pool)
 {
     struct kvp_arena *arena = &pool->arena;
-    enum kvp_adoption phase = co_load32(&arena->head->yields) ? kvp_host_yielded(&arena->roster) : KVP_ADOPTION_INTENT;
-    uint32_t back = 0;
 
-    if (phase == KVP_ADOPTION_NONE)
-        back = kvp_owners_reclaim(arena);
-    if (phase == KVP_ADOPTION_NONE || phase == KVP_ADOPTION_COMPLETE)
-        co_store32(&arena->head->yields, 0);
+    if (!co_load32(&arena->head->yields) || kvp_host_yields(&arena->roster))
+        return 0;
+    kvp_owners_refresh(arena); /* the adopter's row is read after its COMPLETE was */
+    uint32_t back = kvp_owners_reclaim(arena);
+    co_store32(&arena->head->yields, 0);
     return back;
 }
 

@@ -270,18 +270,27 @@ int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes, unsigned 
     return kvp_mapping_populate(&pool->mapping, offset, bytes, threads);
 }
 
+static void wipe(nc_u64 *word, uint64_t bytes)
+{
+    for (uint64_t i = 0; i < bytes / 8; i++)
+        nc_store_relaxed(&word[i], 0);
+    nc_write_back(word, bytes);
+}
+
 /* A device keeps what was on it: a pool that lives there is not overwritten, an old one is wiped. */
 static int clear_device(kvp_pool *pool, uint64_t *incarnation)
 {
-    struct kvp_superblock *super = pool->super;
+    struct kvp_superblock seen;
+    int status = kvp_superblock_read(pool->super, pool->mapping.bytes, &seen);
 
-    if (super->magic != KVP_MAGIC)
+    if (seen.magic != KVP_MAGIC)
         return KVP_OK;
-    *incarnation = (nc_load(&super->life) >> 1) + 1;
-    if (!(nc_load(&super->life) & 1) && kvp_superblock_verify(super, pool->mapping.bytes) == KVP_OK)
+    *incarnation = (nc_load(&seen.life) >> 1) + 1;
+    if (!(nc_load(&seen.life) & 1) && status == KVP_OK)
         return kvp_fail(KVP_E_EXISTS, "%s holds a pool: remove it first (kvpool rm)", pool->mapping.uri);
-    memset(pool->mapping.base, 0, pool->arena.layout.payload_offset);
-    nc_write_back(pool->mapping.base, pool->arena.layout.payload_offset);
+    wipe((nc_u64 *)(void *)pool->super, KVP_LINE);
+    nc_write_fence(); /* no version in memory before the life goes: else one that was removed would look like a living one */
+    wipe((nc_u64 *)(void *)pool->mapping.base, pool->arena.layout.payload_offset);
     return KVP_OK;
 }
 
@@ -351,21 +360,18 @@ int kvp_pool_create(const char *uri, const struct kvp_request *request, const ch
 static int open_mapped(kvp_pool *pool)
 {
     struct kvp_superblock seen;
-    uint64_t life = nc_load(&pool->super->life);
+    int status = kvp_superblock_read(pool->super, pool->mapping.bytes, &seen);
 
-    /* What is written once is verified and used from one private copy: in a hostile image it might change between. */
-    memcpy(&seen, pool->super, offsetof(struct kvp_superblock, life));
-    int status = kvp_superblock_verify(&seen, pool->mapping.bytes);
     if (status)
         return status;
-    if (life & 1)
+    if (nc_load(&seen.life) & 1)
         return kvp_fail(KVP_E_REPLACED, "%s was removed", pool->mapping.uri);
     if (seen.policy >= kvp_policy_count())
         return kvp_fail(KVP_E_CORRUPT, "policy %u does not exist", seen.policy);
     if (pool->host >= seen.layout.hosts)
         return kvp_fail(KVP_E_HOST, "host %u: the pool was made for %u, numbered from 0", pool->host, seen.layout.hosts);
     pool->policy = &kvp_policies[seen.policy];
-    pool->life = life;
+    pool->life = nc_load(&seen.life);
     if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
         (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
         status = join(pool);

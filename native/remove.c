@@ -51,7 +51,7 @@ static int retire(const struct kvp_mapping *mapping, const struct kvp_superblock
     if (users)
         return kvp_fail(KVP_E_BUSY, "%d %s use %s: close them, or force", users, KVP_MANY_HOSTS ? "hosts" : "workers", uri);
     if (mapping->kind != KVP_MAP_MEMFD && mapping->kind != KVP_MAP_HUGETLB) {
-        nc_store(&super->life, nc_load(&super->life) | 1);
+        nc_store(&super->life, nc_load(&seen->life) | 1);
         nc_write_back(&super->life, 8);
         nc_write_fence(); /* retired before the name goes */
     }
@@ -74,9 +74,7 @@ int kvp_pool_remove(const char *uri, int force)
         free(seen);
         return status;
     }
-    /* Verified and used from one private copy: in a hostile image it might change between. */
-    __builtin_memcpy(seen, mapping.base, offsetof(struct kvp_superblock, life));
-    int whole = kvp_superblock_verify(seen, mapping.bytes);
+    int whole = kvp_superblock_read((const struct kvp_superblock *)(const void *)mapping.base, mapping.bytes, seen);
     if (whole == KVP_OK)
         status = retire(&mapping, seen, uri, force);
     else if ((whole == KVP_E_FOREIGN && !force) || whole == KVP_E_MODE)
@@ -128,9 +126,7 @@ int kvp_pool_here(const char *uri)
     int status = seen ? kvp_mapping_open(uri, &mapping) : kvp_fail(KVP_E_NOSPACE, "no memory for a superblock");
 
     if (status == KVP_OK) {
-        if (mapping.bytes >= KVP_PAGE) /* verified and used from one private copy, as in kvp_pool_remove */
-            __builtin_memcpy(seen, mapping.base, offsetof(struct kvp_superblock, life));
-        status = kvp_superblock_verify(seen, mapping.bytes);
+        status = kvp_superblock_read((const struct kvp_superblock *)(const void *)mapping.base, mapping.bytes, seen);
         kvp_mapping_close(&mapping);
     }
     if (status == KVP_OK && KVP_MANY_HOSTS)
@@ -142,14 +138,14 @@ int kvp_pool_here(const char *uri)
 int kvp_pool_mode(const char *uri)
 {
     struct kvp_mapping mapping;
+    struct kvp_superblock seen;
     int status = kvp_mapping_open(uri, &mapping);
 
     if (status)
         return status;
-    const struct kvp_superblock *super = (const struct kvp_superblock *)(const void *)mapping.base;
-    status = mapping.bytes < KVP_PAGE ? kvp_superblock_verify(super, mapping.bytes)
-           : super->magic != KVP_MAGIC || super->mode > KVP_SIM ? KVP_MODE /* whoever opens it says what it is */
-                                                                : (int)super->mode;
+    status = kvp_superblock_read((const struct kvp_superblock *)(const void *)mapping.base, mapping.bytes, &seen);
+    if (mapping.bytes >= KVP_PAGE) /* whoever opens it says what is wrong with it */
+        status = seen.magic != KVP_MAGIC || seen.mode > KVP_SIM ? KVP_MODE : (int)seen.mode;
     kvp_mapping_close(&mapping);
     return status;
 }

@@ -401,9 +401,8 @@ void kvp_refresh_words(kvp_pool *pool)
             if (!kvp_is_foreign(arena, c, number))
                 continue;
             nc_invalidate(&arena->class[c].words[number], n * 8ull);
-            nc_invalidate(&arena->class[c].labels[number], n * sizeof(struct kvp_label));
         }
-    nc_read_fence(); /* words and labels are read after they were dropped */
+    nc_read_fence(); /* the words are read after they were dropped */
 }
 
 /* A block of ours that is LIVE and not known: its publisher died before it said so, or was another host that is lost.

@@ -213,6 +213,8 @@ int kvp_withdraw(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
     for (uint32_t i = 0; i < n && status == KVP_OK; i++) {
         if (numbers[i] == KVP_NO_BLOCK)
             continue;
+        if (KVP_MANY_HOSTS && numbers[i] < pool->arena.class[c].blocks)
+            kvp_block_end(&pool->arena, c, numbers[i]);
         status = kvp_free(&pool->arena, c, &numbers[i], 1);
         if (status == KVP_OK)
             numbers[i] = KVP_NO_BLOCK;

@@ -53,21 +53,36 @@ const char *kvp_mode_name(uint32_t mode)
     return mode < sizeof names / sizeof *names ? names[mode] : "unknown";
 }
 
+static void store_words(struct kvp_superblock *super, const struct kvp_superblock *whole)
+{
+    const uint8_t *from = (const uint8_t *)whole;
+    nc_u64 *to = (nc_u64 *)(void *)super;
+
+    for (size_t i = 0; i < offsetof(struct kvp_superblock, life) / 8; i++) {
+        uint64_t word;
+        memcpy(&word, from + i * 8, sizeof word);
+        nc_store_relaxed(&to[i], word);
+    }
+}
+
 void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout *layout, int policy, uint64_t incarnation)
 {
+    struct kvp_superblock whole;
+
     nc_store(&super->version, 0); /* not whole, whatever was here before */
-    nc_write_back(super, sizeof *super);
-    nc_write_fence();
-    super->magic = KVP_MAGIC;
-    super->fingerprint = kvp_fingerprint();
-    super->compat = super->ro_compat = super->incompat = 0;
-    if (getrandom(super->uuid, sizeof super->uuid, 0) != sizeof super->uuid)
-        memset(super->uuid, 0, sizeof super->uuid);
-    super->created_ns = realtime_ns();
-    super->policy = (uint32_t)policy;
-    super->mode = KVP_MODE;
-    super->layout = *layout;
-    super->checksum = checksum(super);
+    nc_write_back(super, KVP_LINE);
+    nc_write_fence(); /* and that is in memory before anything else of it changes */
+    memset(&whole, 0, sizeof whole);
+    whole.magic = KVP_MAGIC;
+    whole.fingerprint = kvp_fingerprint();
+    if (getrandom(whole.uuid, sizeof whole.uuid, 0) != sizeof whole.uuid)
+        memset(whole.uuid, 0, sizeof whole.uuid);
+    whole.created_ns = realtime_ns();
+    whole.policy = (uint32_t)policy;
+    whole.mode = KVP_MODE;
+    whole.layout = *layout;
+    whole.checksum = checksum(&whole);
+    store_words(super, &whole);
     nc_store(&super->life, incarnation << 1);
     for (int i = 0; i < KVP_QUALIFICATION_WORDS; i++)
         nc_store(&super->qualified[i], 0); /* who used the device before has qualified nothing of ours */
@@ -75,7 +90,6 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 
 void kvp_superblock_seal(struct kvp_superblock *super)
 {
-    nc_will_store(super, sizeof *super); /* has been written, by plain stores */
     nc_write_back(super, sizeof *super);
     nc_write_fence(); /* everything else is there before the version is */
     nc_store(&super->version, KVP_FORMAT);
@@ -110,4 +124,33 @@ int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)
         return kvp_fail(KVP_E_MODE, "the pool was made for mode %s, this is mode %s: open it in its own mode",
                         kvp_mode_name(super->mode), kvp_mode_name(KVP_MODE));
     return kvp_layout_check(&super->layout, mapped);
+}
+
+/* Words [0, n) of an image into private memory, as they are there now. */
+static void load_words(const nc_u64 *from, uint64_t *to, size_t n)
+{
+    nc_invalidate(from, n * 8);
+    nc_read_fence(); /* what our cache kept of an earlier pool, or of this one half made, is no superblock */
+    for (size_t i = 0; i < n; i++)
+        to[i] = nc_load(&from[i]);
+}
+
+enum { LINE_WORDS = KVP_LINE / 8 };
+
+int kvp_superblock_read(const struct kvp_superblock *super, uint64_t mapped, struct kvp_superblock *seen)
+{
+    const nc_u64 *from = (const nc_u64 *)(const void *)super;
+    uint64_t before[LINE_WORDS], after[LINE_WORDS], words[offsetof(struct kvp_superblock, life) / 8 + LINE_WORDS];
+
+    memset(seen, 0, sizeof *seen);
+    if (mapped < KVP_PAGE)
+        return kvp_superblock_verify(seen, mapped);
+    load_words(from, before, LINE_WORDS);
+    load_words(from, words, sizeof words / 8); /* dropped after the version was read, so not older than that, which came last */
+    load_words(from, after, LINE_WORDS);
+    memcpy(seen, words, offsetof(struct kvp_superblock, life) + 8);
+    /* The line has the version and the identity, and goes first when a pool is made anew: if it stands, all is of one pool. */
+    if (memcmp(before, after, sizeof before) != 0 || memcmp(before, words, sizeof before) != 0)
+        memset(&seen->version, 0, sizeof seen->version);
+    return kvp_superblock_verify(seen, mapped);
 }

@@ -40,8 +40,6 @@ PRIVATE_ATOMICS = {
 INTO_THE_MAPPING = re.compile(r"\b(memcpy|memset|memmove)\s*\(\s*([^,]+),")
 MAPPED = re.compile(r"mapping\.base|->data\b|->words|->tags|->hints|->scores|->slots|->pins|->logs|->directory|super\b")
 ARGUED_COPIES = {
-    ("native/pool.c", "pool->mapping.base"),  # a device is wiped before its new pool has a version
-    ("native/superblock.c", "super->uuid"),  # likewise: nobody looks before the version is there
     ("native/host.c", "pool->host_mapping.base"),  # host memory before its host has started, under its lock
 }
 

@@ -16,6 +16,11 @@ static void put_two(void *pool)
     world_put(pool, 0, 2);
 }
 
+static void put_four(void *pool)
+{
+    world_put(pool, 0, 4);
+}
+
 static void use_one(void *pool)
 {
     world_use(pool, 0, 1);
@@ -130,17 +135,50 @@ static void check_owner(void)
     world_check(owner);
 }
 
+/* The owner has one block. */
 static void join_setup(void)
 {
-    owner = world_make(&(struct world_request){.blocks = 1, .hosts = 2, .workers = 2});
+    world_make(&(struct world_request){.blocks = 1, .hosts = 3, .workers = 1});
+    owner = world_join(2);
     world_put(owner, 2, 1);
-    world_spawn(owner, put_two, 0);
+    world_spawn(owner, put_one, 0);
     world_spawn_machine(1, join, 0);
     world_spawn(owner, remember, EX_LAST);
     world_spawn_machine(1, compare_joined, EX_LAST);
 }
 const struct ex_scenario scenario_joining = {.name = "join", .what = "a host joins while another evicts and publishes",
                                     .setup = join_setup, .check = check_owner, .seconds = 60};
+
+/* A worker more of a host that is known: its log is one that nobody has read before. */
+static void join_and_put(void *none)
+{
+    (void)none;
+    kvp_pool *pool = world_open(1);
+    EX_CHECK(pool, "a worker cannot join");
+    EX_CHECK(world_put(pool, 0, 1) == 1, "the owner has room");
+}
+
+static void look_twice(void *pool)
+{
+    world_use(pool, 0, 1);
+    world_merge(pool, 1);
+    world_use(pool, 0, 1);
+}
+
+static void must_find(void *pool)
+{
+    EX_CHECK(world_use(pool, 0, 1), "what a new worker has published is not found by a lookup after that");
+}
+
+static void join_worker_setup(void)
+{
+    make(2);
+    world_spawn_machine(1, join_and_put, 0);
+    world_spawn(reader, look_twice, 0);
+    world_spawn(reader, must_find, EX_LAST);
+}
+const struct ex_scenario scenario_join_worker = {.name = "join-worker", .what = "a worker joins its host and publishes, another host looks",
+                                        .setup = join_worker_setup, .check = check, .seconds = 60};
 
 static void lapped_setup(void)
 {
@@ -153,6 +191,21 @@ static void lapped_setup(void)
 }
 const struct ex_scenario scenario_lapped = {.name = "lapped", .what = "a host that reads a log is lapped by two publications",
                                    .setup = lapped_setup, .check = check, .seconds = 60};
+
+/* The reader's cache holds all of the log as it was before. */
+static void catch_up_setup(void)
+{
+    reader = world_make(&(struct world_request){.blocks = 4, .hosts = 2, .workers = 1});
+    owner = world_join(1);
+    kvp_pool_follow(reader);
+    kvp_pool_follow(owner);
+    ex_warm(0, kvp_ring(&reader->arena, 1, 0), 8 * sizeof(struct kvp_record));
+    world_spawn(owner, put_four, 0);
+    world_spawn(reader, follow, 0);
+    finish();
+}
+const struct ex_scenario scenario_catch_up = {.name = "catch-up", .what = "a host follows a log that it has old copies of",
+                                     .setup = catch_up_setup, .check = check, .seconds = 10};
 
 /* ---- removal ---- */
 
@@ -221,3 +274,55 @@ static void remove_race_setup(void)
 }
 const struct ex_scenario scenario_remove_race = {.name = "remove-again", .what = "a key is removed and published again, another host follows",
                                         .setup = remove_race_setup, .check = check, .seconds = 60};
+
+/* Bytes that a host has matched stay while it uses them, whatever the owner removes and publishes. */
+static void remove_and_reuse(void *pool)
+{
+    struct kvp_key key = world_key(0);
+
+    kvp_remove(pool, 0, &key, 1);
+    world_merge(pool, 1);
+    world_put(pool, 2, 1);
+}
+
+static void remove_reuse_setup(void)
+{
+    make(1);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(reader);
+    world_spawn(owner, remove_and_reuse, 0);
+    world_spawn(reader, use_one, 0);
+    finish();
+}
+const struct ex_scenario scenario_remove_reuse = {.name = "remove-reuse", .what = "a key is removed and its block used anew while another host pins it",
+                                         .setup = remove_reuse_setup, .check = check, .seconds = 10};
+
+/* What is removed while somebody has it pinned loses its name only: nobody who comes later may learn it. */
+static void come_late(void *none)
+{
+    (void)none;
+    kvp_pool *pool = world_open(2);
+    EX_CHECK(pool, "a host cannot join");
+    EX_CHECK(!world_use(pool, 0, 1), "a host that joins finds a key that was removed");
+}
+
+static void pin_and_keep(void *pool)
+{
+    struct kvp_key key = world_key(0);
+    uint64_t ref;
+
+    kvp_match(pool, 0, &key, 1, &ref);
+}
+
+static void remove_pinned_setup(void)
+{
+    reader = world_make(&(struct world_request){.blocks = 2, .hosts = 3, .workers = 1});
+    owner = world_join(1);
+    world_put(owner, 0, 1);
+    kvp_pool_follow(reader);
+    world_spawn(owner, remove_one, 0);
+    world_spawn(reader, pin_and_keep, 0);
+    world_spawn_machine(2, come_late, EX_LAST);
+}
+const struct ex_scenario scenario_remove_pinned = {.name = "remove-pinned", .what = "a key is removed while another host has it pinned, a third joins",
+                                          .setup = remove_pinned_setup, .check = check, .seconds = 10};

@@ -8,7 +8,9 @@
  *  - Stores of each worker pass a buffer in order (x86-TSO). Write-backs and invalidates may be late: they wait for
  *    older stores to the same line and for an older write fence, and for nothing else. A write fence orders later
  *    stores, write-backs and invalidates; no load waits for it. A read fence completes invalidates; it does not wait
- *    for stores. A full fence, and each locked operation, empties the buffer; a host fence empties it of stores.
+ *    for stores. A full fence empties the buffer; a host fence, and each locked operation, empties it of stores (x86
+ *    waits for write-backs and invalidates there, too; arm64 does not). With the option `arm` the store of a locked
+ *    operation may be late; nobody changes that word before, and older stores are not later than it.
  *  - Each host has a write-back cache of 64-byte lines over non-coherent memory. Any dirty line may be evicted, any
  *    clean line dropped, any line fetched early, at any moment where that makes a difference.
  *  - A worker dies at any step; its host's cache lives on. A host dies at any step; each dirty line is then flushed
@@ -27,8 +29,8 @@
 
 enum {
     EX_LINE = 64,
-    EX_LINES = 8192, /* of all regions together; a line that no run touches costs nothing */
-    EX_HOSTS = 4,
+    EX_LINES = 16384, /* of all regions together; a line that no run touches costs nothing */
+    EX_HOSTS = 5,
     EX_THREADS = 12,
     EX_GHOST_BYTES = 512,
 };
@@ -120,6 +122,8 @@ void ex_step_at(struct ex_site *site);
 /* Nothing more to do until somebody has changed memory. */
 #define ex_spin() ex_spin_at(EX_SITE(EX_STEP))
 void ex_spin_at(struct ex_site *site);
+/* Oracle state has changed for which others spin. */
+void ex_wake(void);
 /* The thread's private state is a function of its ex_private and ex_allocate memory and of `local`: histories that
  * lead to the same are one state from here on. `local` must tell apart the places where this is called. */
 void ex_merge(uint64_t local);

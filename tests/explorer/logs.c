@@ -4,53 +4,72 @@
 
 /* ---- the ring by itself ---- */
 
-enum { RECORDS = 2, WRITTEN = 3 };
+static uint64_t records, written, first_read;
 static struct kvp_record *ring;
 
 static void append(void *argument)
 {
     (void)argument;
-    for (uint64_t n = 1; n <= WRITTEN; n++) {
+    for (uint64_t n = 1; n <= written; n++) {
         const uint64_t word[3] = {n * 16, n * 16 + 1, n * 16 + 2};
-        kvp_log_append(ring, RECORDS, n, (unsigned)n, word);
+        kvp_log_append(ring, records, n, (unsigned)n, word);
     }
 }
 
 /* Read once what is there: never a record that is torn, or another one than was asked for. */
 static void follow(void *argument)
 {
-    uint64_t word[3], newest = 0;
+    uint64_t word[3], newest = 0, refreshed = 0;
     unsigned kind;
 
-    for (uint64_t n = 1; n <= WRITTEN;) {
-        kvp_log_refresh(ring, RECORDS, n, 1);
-        nc_read_fence();
-        int read = kvp_log_read(ring, RECORDS, n, &kind, word, &newest);
+    for (uint64_t n = first_read; n <= written;) {
+        if (n >= refreshed) {
+            kvp_log_refresh(ring, records, n, records);
+            nc_read_fence();
+            refreshed = n + records;
+        }
+        int read = kvp_log_read(ring, records, n, &kind, word, &newest);
         if (read == 0 && !argument)
             return;
-        EX_CHECK(read != 0, "record %llu of %d never arrives", (unsigned long long)n, WRITTEN);
+        EX_CHECK(read != 0, "record %llu of %llu never arrives", (unsigned long long)n,
+                 (unsigned long long)written);
         if (read < 0) {
-            EX_CHECK(newest > n && newest <= WRITTEN, "lapped at %llu by %llu", (unsigned long long)n, (unsigned long long)newest);
+            EX_CHECK(newest > n && newest <= written, "lapped at %llu by %llu", (unsigned long long)n, (unsigned long long)newest);
             n = newest;
             continue;
         }
         for (uint64_t i = 0; i < 3; i++)
             EX_CHECK(word[i] == n * 16 + i && kind == n, "record %llu: word %llu is %#llx, kind %u", (unsigned long long)n,
                      (unsigned long long)i, (unsigned long long)word[i], kind);
-        ex_merge(++n);
+        ex_merge(++n << 8 | refreshed);
     }
 }
 
-static void lapped_setup(void)
+static void make_ring(uint64_t size, uint64_t from, uint64_t to)
 {
-    ring = ex_region(RECORDS * sizeof *ring, EX_NONCOHERENT, 0);
-    ex_label(ring, RECORDS * sizeof *ring, sizeof *ring, "record");
+    records = size, first_read = from, written = to;
+    ring = ex_region(records * sizeof *ring, EX_NONCOHERENT, 0);
+    ex_label(ring, records * sizeof *ring, sizeof *ring, "record");
+    ex_warm(2, ring, records * sizeof *ring);
     ex_spawn(0, append, NULL, 0);
     ex_spawn(1, follow, NULL, 0);
     ex_spawn(2, follow, ring, EX_LAST); /* afterwards everything that still stands must be there */
 }
+
+static void lapped_setup(void)
+{
+    make_ring(2, 1, 3);
+}
 const struct ex_scenario scenario_log_lapped = {.name = "log-lapped", .what = "a ring written over while another host reads it",
                                        .setup = lapped_setup, .seconds = 1};
+
+/* Records at the end of the ring and at its beginning, which lie in two lines. */
+static void wrapped_setup(void)
+{
+    make_ring(4, 3, 4);
+}
+const struct ex_scenario scenario_log_wrapped = {.name = "log-wrapped", .what = "records over the end of a ring",
+                                        .setup = wrapped_setup, .seconds = 1};
 
 /* ---- a writer dies ---- */
 

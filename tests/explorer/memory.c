@@ -216,12 +216,12 @@ void ex_touch(uint32_t at, int writes)
     ex_touch_as(ex.phase == CHECK ? CHECKER : ex.current, at, writes);
 }
 
-/* What is known: whether deaths show; of each line, LINE.FLAGS.RACY.DEATHLY in hexadecimal, the last two by word: a trail fits only with it. */
+/* What is known: whether deaths show, and which hosts are reset; of each line, LINE.FLAGS.RACY.DEATHLY in hexadecimal, the last two by word: a trail fits only with it. */
 void ex_known_print(FILE *out)
 {
     const char *comma = "";
 
-    fprintf(out, "%x;", ex.death_shows);
+    fprintf(out, "%x;", (unsigned)(ex.death_shows | ex.resets << 1));
     for (uint32_t i = 0; i < ex.lines; i++) {
         const struct line *line = &ex_line[i];
         unsigned flags = line->remote | line->use.racy << 1 | line->use.deathly << 2, racy = 0, deathly = 0;
@@ -243,7 +243,9 @@ void ex_known_parse(const char *text)
 
     for (i = 0; i < ex.lines; i++)
         ex_line[i].used = 1; /* makes no choice differ */
-    ex.death_shows = *text == '1';
+    flags = (unsigned)strtoul(text, NULL, 16);
+    ex.death_shows = flags & 1;
+    ex.resets = (uint8_t)(flags >> 1);
     text += strcspn(text, ";");
     text += *text == ';';
     while (sscanf(text, "%x.%x.%x.%x%n", &i, &flags, &racy, &deathly, &used) == 4 && i < ex.lines) {

@@ -136,3 +136,73 @@ static void copy_after_setup(void)
 }
 const struct ex_scenario scenario_copy_after = {.name = "copy-after", .what = "the same, and what everybody sees afterwards",
                                        .setup = copy_after_setup, .check = pin_check, .seconds = 10};
+
+/* The owner takes the block before the pin stands: the slot is empty again, for all to see, without another pin after it. */
+static void pin_refused_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, use_one, 0);
+    world_spawn(owner, fill_again, EX_LAST);
+}
+const struct ex_scenario scenario_pin_refused = {.name = "pin-refused", .what = "a host pins a block that goes, and pins no more",
+                                        .setup = pin_refused_setup, .check = pin_check, .seconds = 10};
+
+/* A worker that holds no pin costs evictors nothing after its next tick. */
+static void tick(void *pool)
+{
+    kvp_pool *mine = pool;
+
+    mine->keeper.on_tick(mine->keeper.context);
+}
+
+static void pin_idle_check(void)
+{
+    uint64_t high = ex_memory_word(kvp_pin_high(&reader->arena, reader->host) + reader->arena.self);
+
+    EX_CHECK(high == 0, "nothing is pinned, and evictors read %llu slots of an idle worker", (unsigned long long)high);
+    world_check(owner);
+}
+
+static void pin_idle_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(reader, use_one, 0);
+    world_spawn(reader, tick, EX_LAST);
+}
+const struct ex_scenario scenario_pin_idle = {.name = "pin-idle", .what = "a host has pinned, and pins nothing any more",
+                                     .setup = pin_idle_setup, .check = pin_idle_check, .seconds = 10};
+
+/* ---- deaths ---- */
+
+static void keeper(void *pool)
+{
+    world_recover(pool);
+    world_merge(pool, 1);
+    kvp_pool_follow(pool);
+}
+
+static void pin_crash_setup(void)
+{
+    make(2, 1);
+    world_spawn(owner, put_one, 0);
+    world_spawn(world_join(0), use_one, EX_CRASHABLE);
+    world_spawn(reader, keeper, EX_ON_CRASH);
+    world_spawn(owner, fill_again, EX_LAST);
+}
+const struct ex_scenario scenario_pin_crash = {.name = "pin-crash", .what = "a worker dies while it pins a block of another host",
+                                      .setup = pin_crash_setup, .check = pin_check, .died = world_died, .crashes = 1,
+                                      .seconds = 10};
+
+static void evict_crash_setup(void)
+{
+    make(2, 1);
+    world_spawn(world_join(1), put_one, EX_CRASHABLE);
+    world_spawn(owner, keeper, EX_ON_CRASH);
+    world_spawn(reader, use_one, 0);
+    finish();
+}
+const struct ex_scenario scenario_evict_crash = {.name = "evict-crash", .what = "a worker dies while it evicts what another host pins",
+                                        .setup = evict_crash_setup, .check = pin_check, .died = world_died, .crashes = 1,
+                                        .seconds = 10};

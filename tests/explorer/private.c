@@ -1,7 +1,7 @@
 /* private.c -- what one simulated worker has for itself: put back before each run, as its stack is. */
 #include "engine.h"
 
-enum { HEAP_BYTES = 4 << 20, THREAD_HEAP_BYTES = 64 << 10, AREAS_MAX = 64 };
+enum { HEAP_BYTES = 4 << 20, THREAD_HEAP_BYTES = 256 << 10, AREAS_MAX = 64 };
 
 uint8_t ex_ghost[EX_GHOST_BYTES] __attribute__((aligned(64)));
 static uint8_t ghost_kept[EX_GHOST_BYTES];

@@ -87,6 +87,8 @@ void ex_tell(const struct ex_site *site, const char *format, ...)
 
 int ex_host_may_die(int host)
 {
+    if (ex.resets >> host & 1)
+        return 1;
     for (int i = 0; i < ex.threads; i++)
         if (ex.thread[i].host == host && (ex.thread[i].flags & EX_HOST_CRASHABLE))
             return 1;
@@ -388,6 +390,12 @@ void ex_spin_at(struct ex_site *site)
     ex_point(1, site);
 }
 
+void ex_wake(void)
+{
+    if (ex.phase == RUN)
+        ex_progress(1);
+}
+
 void ex_merge(uint64_t local)
 {
     if (ex.phase == RUN)
@@ -400,6 +408,8 @@ void ex_reset_host(int host)
 
     ex_step_at(&site);
     EX_CHECK(host != current()->host, "a host does not fence itself");
+    if (!(ex.resets >> host & 1))
+        ex.learned = 1, ex.resets |= (uint8_t)(1 << host);
     kill_host(host);
 }
 

@@ -95,7 +95,8 @@ static void learn(const struct ex_scenario *scenario, const struct request *requ
     if (ex.limit.preemptions < 8)
         ex.limit.preemptions = 8;
     ex_trail_start(NULL, 1, 80);
-    for (int i = 0, quiet = 0; quiet < QUIET_RUNS && i < LEARNING_RUNS_MAX; i++) {
+    int enough = ex.threads == 1 ? 1 : QUIET_RUNS; /* one thread by itself does the same each time */
+    for (int i = 0, quiet = 0; quiet < enough && i < LEARNING_RUNS_MAX; i++) {
         run_once(scenario);
         quiet = ex.learned ? 0 : quiet + 1;
     }
@@ -174,6 +175,7 @@ struct result ex_search(const struct ex_scenario *scenario, const struct request
     prepare(scenario);
     if (!request->replay)
         learn(scenario, request);
+    ex.arm = request->arm;
     ex.hashing = request->prune && !request->random && !request->replay;
     ex.limit = request->limit;
     if (request->replay) {

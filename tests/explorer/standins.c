@@ -28,7 +28,13 @@ void *standin_realloc(void *old, size_t bytes)
 }
 
 uint64_t world_time_ns;
+int world_same_boot, world_other_machines;
+void (*world_slept)(void);
 static uint64_t slept_ns[EX_THREADS]; /* each thread's own: time passes for who waits */
+void (*standins_yielding)(void), (*standins_unlinking)(void);
+uint64_t standins_forks;
+int standins_kind;
+static uint8_t drawn; /* identities of pools */
 
 int standin_clock_gettime(clockid_t clock, struct timespec *out)
 {
@@ -39,17 +45,38 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out)
     return 0;
 }
 
+void standins_pass(uint64_t ns)
+{
+    if (ex_is_running())
+        slept_ns[ex_me()] += ns;
+    else
+        world_time_ns += ns;
+}
+
 int standin_sleep(const struct timespec *pause, struct timespec *left)
 {
     (void)left;
-    slept_ns[ex_me()] += (uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec;
+    standins_pass((uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec);
+    if (ex_is_running() && world_slept)
+        world_slept();
     return 0;
 }
 
 /* Whoever yields looks again at words that matter: there others may come between anyway. */
 int standin_yield(void)
 {
+    if (standins_yielding)
+        standins_yielding();
     return 0;
+}
+
+/* A pool's identity is another one each time that this machine makes one. */
+long standin_getrandom(void *p, size_t bytes)
+{
+    memset(p, 0x5a + ex_me(), bytes);
+    if (bytes == sizeof(uint8_t[16]))
+        *(uint8_t *)p = ++drawn;
+    return (long)bytes;
 }
 
 int kvp_fail(int status, const char *format, ...)
@@ -71,13 +98,18 @@ const char *kvp_error_detail(void)
 
 uint64_t kvp_fork_count(void)
 {
-    return 0;
+    return standins_forks;
 }
 
-/* A machine that comes in a run has not been there before. */
+/* A machine that comes in a run is, unless the scenario says otherwise, the one that was there before, reset. */
 uint64_t kvp_boot_id(void)
 {
-    return ex_is_running() ? 2 + (uint64_t)ex_my_host() : 1;
+    return ex_is_running() && !world_same_boot ? 2 + (uint64_t)ex_my_host() : 1;
+}
+
+uint64_t kvp_machine_id(void)
+{
+    return ex_is_running() && world_other_machines ? 3 + 2 * (uint64_t)ex_my_host() : 1;
 }
 
 /* ---- payload: one word a line stands for the line ---- */
@@ -102,41 +134,61 @@ void kvp_copy_out(void *to, const void *pool, uint64_t bytes)
 
 /* ---- mapping ---- */
 
-static uint8_t *device, *host_memory[EX_HOSTS];
+/* A machine has the memory of one host at a time; a second region is for a host that begins anew. */
+static struct machine {
+    uint8_t *memory[2];
+    uint8_t host, uuid, at; /* host + 1; which region */
+} machine[EX_HOSTS];
+static uint8_t *device;
 static uint64_t device_bytes;
-static uint8_t is_made[EX_HOSTS];
 
 void standins_reset(void)
 {
     device = NULL;
-    memset(host_memory, 0, sizeof host_memory);
-    memset(is_made, 0, sizeof is_made);
+    memset(machine, 0, sizeof machine);
     memset(slept_ns, 0, sizeof slept_ns);
-    ex_private(is_made, sizeof is_made);
+    drawn = 0;
+    ex_private(machine, sizeof machine);
     ex_private(slept_ns, sizeof slept_ns);
+    ex_private(&drawn, sizeof drawn);
+    ex_private(&standins_forks, sizeof standins_forks);
     world_time_ns = 1000000000u;
+    standins_yielding = standins_unlinking = NULL;
+    standins_forks = 0;
+    standins_kind = KVP_MAP_SHM;
+    world_same_boot = world_other_machines = 0;
+    world_slept = NULL;
 }
 
-/* A run makes no regions: machines that join in one have their memory from the start. */
-void standins_add_machine(int machine, uint64_t bytes)
+/* A run makes no regions: machines that join in one, and pools that are made in one, have their memory from the start. */
+void standins_add_machine(int number, int regions, uint64_t bytes)
 {
-    if (!host_memory[machine])
-        host_memory[machine] = ex_region(bytes, EX_COHERENT, machine);
+    for (int i = 0; i < regions; i++)
+        if (!machine[number].memory[i])
+            machine[number].memory[i] = ex_region(bytes, EX_COHERENT, number);
+}
+
+uint8_t *standins_add_device(uint64_t bytes)
+{
+    device = ex_region(bytes, EX_NONCOHERENT, 0);
+    device_bytes = bytes;
+    return device;
 }
 
 int kvp_mapping_create(const char *uri, uint64_t bytes, struct kvp_mapping *out)
 {
-    (void)uri;
-    device = ex_region(bytes, EX_NONCOHERENT, 0);
-    device_bytes = bytes;
-    return kvp_mapping_open(uri, out);
+    if (!device)
+        standins_add_device(bytes);
+    return bytes > device_bytes ? KVP_E_NOSPACE : kvp_mapping_open(uri, out);
 }
 
+/* explore: is the device, explore:short its first 64 bytes, explore:none is not there. */
 int kvp_mapping_open(const char *uri, struct kvp_mapping *out)
 {
-    (void)uri;
-    *out = (struct kvp_mapping){.base = device, .bytes = device_bytes, .page_bytes = KVP_PAGE, .fd = -1};
-    return KVP_OK;
+    *out = (struct kvp_mapping){.base = device, .bytes = device_bytes, .page_bytes = KVP_PAGE, .fd = -1, .kind = standins_kind};
+    if (!strcmp(uri, "explore:short"))
+        out->bytes = KVP_LINE;
+    return strcmp(uri, "explore:none") ? KVP_OK : KVP_E_NOTFOUND;
 }
 
 int kvp_mapping_populate(const struct kvp_mapping *mapping, uint64_t offset, uint64_t bytes, unsigned threads)
@@ -166,6 +218,8 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
 int kvp_mapping_unlink(const char *uri)
 {
     (void)uri;
+    if (standins_unlinking)
+        standins_unlinking();
     return KVP_OK;
 }
 
@@ -182,20 +236,27 @@ static uint32_t machine_of(uint32_t host)
 
 int kvp_host_memory_open(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out, int *fresh)
 {
-    uint32_t machine = machine_of(host);
+    struct machine *here = &machine[machine_of(host)];
 
-    (void)uuid;
-    standins_add_machine((int)machine, bytes);
-    *fresh = !is_made[machine];
-    is_made[machine] = 1;
-    *out = (struct kvp_mapping){.base = host_memory[machine], .bytes = bytes, .page_bytes = KVP_PAGE, .fd = -1};
+    if (!here->memory[0])
+        standins_add_machine((int)machine_of(host), 1, bytes);
+    if (here->host && here->uuid != uuid[0] && here->memory[1])
+        here->host = 0, here->at = 1;
+    *fresh = !here->host;
+    here->host = (uint8_t)(host + 1);
+    here->uuid = uuid[0];
+    *out = (struct kvp_mapping){.base = here->memory[here->at], .bytes = bytes, .page_bytes = KVP_PAGE, .fd = -1};
     return KVP_OK;
 }
 
 int kvp_host_memory_look(const uint8_t uuid[16], uint32_t host, uint64_t bytes, struct kvp_mapping *out)
 {
-    (void)uuid, (void)host, (void)bytes, (void)out;
-    return KVP_E_NOTFOUND;
+    const struct machine *here = &machine[machine_of(host)];
+
+    if (here->host != host + 1 || here->uuid != uuid[0])
+        return KVP_E_NOTFOUND;
+    *out = (struct kvp_mapping){.base = here->memory[here->at], .bytes = bytes, .page_bytes = KVP_PAGE, .fd = -1};
+    return KVP_OK;
 }
 
 int kvp_sim_counts_read(const struct kvp_mapping *mapping, struct kvp_sim_counts *out)
@@ -223,8 +284,12 @@ void kvp_host_memory_unlock(struct kvp_mapping *mapping)
 
 int kvp_host_memory_remove(const uint8_t uuid[16], uint32_t host)
 {
-    (void)uuid, (void)host; /* a new one under the same name: no scenario needs that */
-    return KVP_E_NOTFOUND;
+    struct machine *here = &machine[machine_of(host)];
+
+    if (here->host != host + 1 || here->uuid != uuid[0] || here->at || !here->memory[1])
+        return KVP_E_NOTFOUND;
+    here->host = 0, here->at = 1;
+    return KVP_OK;
 }
 
 /* ---- keeper: a lock word says who is alive, the kernel marks it; there is no thread ---- */

@@ -13,6 +13,7 @@ void *standin_calloc(size_t n, size_t bytes);
 void *standin_realloc(void *old, size_t bytes);
 int standin_sleep(const struct timespec *pause, struct timespec *left);
 int standin_yield(void);
+long standin_getrandom(void *p, size_t bytes);
 int standin_clock_gettime(clockid_t clock, struct timespec *out);
 
 #define malloc(bytes) standin_calloc(1, bytes)
@@ -22,7 +23,7 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out);
 #define clock_gettime(clock, out) standin_clock_gettime(clock, out)
 #define nanosleep(...) standin_sleep(__VA_ARGS__)
 #define sched_yield() standin_yield()
-#define getrandom(p, bytes, flags) (__builtin_memset((p), 0x5a, (bytes)), (long)(bytes))
+#define getrandom(p, bytes, flags) standin_getrandom((p), (bytes))
 
 /* Write-backs of noted lines are sites where they are asked for, not where coherence.h does them. */
 #include "coherence/coherence.h"

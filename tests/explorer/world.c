@@ -5,7 +5,11 @@
 
 enum { BATCH = 4 };
 
-static const struct kvp_layout *first_layout;
+enum { SEGMENT_BYTES = 64 << 10 };
+
+static struct kvp_request wanted;
+static struct kvp_layout layout;
+static const char *policy;
 static uint32_t lines;
 static struct part {
     kvp_pool *pool;
@@ -15,18 +19,20 @@ static int parts;
 
 static void label(const kvp_pool *pool)
 {
+    static const char *const word[] = {"word", "word of class 1"}, *const name[] = {"label", "label of class 1"};
     const struct kvp_arena *arena = &pool->arena;
-    const struct kvp_class *class = &arena->class[0];
-    const struct kvp_layout *layout = &arena->layout;
 
-    ex_label(arena->roster.hosts, layout->hosts * sizeof(struct kvp_host), sizeof(struct kvp_host), "host");
-    ex_label(arena->owners, layout->hosts * kvp_row(layout->segments) * 8, 8, "owner");
-    ex_label(arena->pin_high, layout->hosts * kvp_row(layout->workers) * 8, 8, "pin_high");
-    ex_label(arena->pins, (uint64_t)layout->hosts * layout->workers * layout->pin_slots * 8, 8, "pin");
-    ex_label(arena->logs, (uint64_t)layout->hosts * layout->workers * layout->log_records * 32, 32, "record");
-    ex_label(class->words, class->blocks * 8ull, 8, "word");
-    ex_label(class->labels, class->blocks * 16ull, 16, "label");
-    ex_label(class->data, layout->payload_bytes, class->stride, "payload");
+    ex_label(pool->super, sizeof *pool->super, 8, "super");
+    ex_label(arena->roster.hosts, layout.hosts * sizeof(struct kvp_host), sizeof(struct kvp_host), "host");
+    ex_label(arena->owners, layout.hosts * kvp_row(layout.segments) * 8, 8, "owner");
+    ex_label(arena->pin_high, layout.hosts * kvp_row(layout.workers) * 8, 8, "pin_high");
+    ex_label(arena->pins, (uint64_t)layout.hosts * layout.workers * layout.pin_slots * 8, 8, "pin");
+    ex_label(arena->logs, (uint64_t)layout.hosts * layout.workers * layout.log_records * 32, 32, "record");
+    ex_label(arena->class[0].data, layout.payload_bytes, KVP_LINE, "payload");
+    for (uint32_t c = 0; c < layout.classes; c++) {
+        ex_label(arena->class[c].words, arena->class[c].blocks * 8ull, 8, word[c]);
+        ex_label(arena->class[c].labels, arena->class[c].blocks * 16ull, 16, name[c]);
+    }
 }
 
 static void label_host(const kvp_pool *pool)
@@ -48,22 +54,70 @@ static void label_host(const kvp_pool *pool)
     ex_label(pool->spilled, pool->homes * 8, 8, "spilled");
 }
 
-kvp_pool *world_make(const struct world_request *request)
+/* What the pool is to be like, and how it will lie. Several classes are asked for by bytes, metadata included. */
+static void plan(const struct world_request *request)
 {
-    struct kvp_request wanted = {.blocks = 8 * (request->hosts - 1) + request->blocks, .workers = request->workers,
-                                 .classes = 1, .hosts = request->hosts, .host = 0};
-    kvp_pool *pool;
-
+    wanted = (struct kvp_request){.workers = request->workers, .classes = request->segments ? 2 : 1, .hosts = request->hosts};
+    policy = request->policy ? request->policy : "lru";
+    lines = request->lines ? request->lines : 1;
+    wanted.stride[0] = request->segments ? request->stride[0] : lines * KVP_LINE;
+    wanted.stride[1] = request->stride[1];
+    if (request->segments)
+        wanted.bytes = (uint64_t)request->segments * SEGMENT_BYTES;
+    else
+        wanted.blocks = 8 * (request->hosts - 1) + request->blocks;
+    int status;
+    do
+        wanted.bytes += request->segments ? KVP_PAGE : 0;
+    while ((status = kvp_layout_plan(&wanted, &layout)) == KVP_OK && request->segments &&
+           layout.payload_bytes < (uint64_t)request->segments * SEGMENT_BYTES);
+    EX_CHECK(status == KVP_OK, "the pool cannot be planned: %d", status);
     standins_reset();
     parts = 0;
-    lines = request->lines ? request->lines : 1;
-    wanted.stride[0] = lines * KVP_LINE;
-    int status = kvp_pool_create("explore:", &wanted, "lru", &pool);
-    EX_CHECK(status == KVP_OK, "the pool cannot be made: %d", status);
-    first_layout = &pool->arena.layout;
+}
+
+kvp_pool *world_make(const struct world_request *request)
+{
+    plan(request);
+    kvp_pool *pool = world_create();
+    EX_CHECK(pool, "the pool cannot be made");
     label(pool);
     label_host(pool);
     return pool;
+}
+
+void world_prepare(const struct world_request *request, int regions)
+{
+    plan(request);
+    const uint8_t *base = standins_add_device(layout.bytes);
+    for (uint32_t h = 0; h < layout.hosts; h++)
+        standins_add_machine((int)h, regions, layout.host_bytes);
+    ex_label(base, KVP_PAGE, 8, "super");
+    ex_label(base + layout.hosts_offset, layout.hosts * sizeof(struct kvp_host), sizeof(struct kvp_host), "host");
+    ex_label(base + layout.owners_offset, layout.hosts * kvp_row(layout.segments) * 8, 8, "owner");
+    ex_label(base + layout.class[0].words_offset, layout.class[0].blocks * 8, 8, "word");
+}
+
+kvp_pool *world_create(void)
+{
+    kvp_pool *pool = NULL;
+
+    return kvp_pool_create("explore:", &wanted, policy, &pool) == KVP_OK ? pool : NULL;
+}
+
+void world_add_memory(int machine)
+{
+    standins_add_machine(machine, 2, layout.host_bytes);
+}
+
+void world_tick(kvp_pool *pool)
+{
+    pool->keeper.on_tick(pool->keeper.context);
+}
+
+void world_sleep_ms(uint64_t ms)
+{
+    standins_pass(ms * 1000000);
 }
 
 void world_hoard(uint32_t host)
@@ -111,7 +165,7 @@ int world_spawn_machine(int machine, void (*run)(void *), unsigned flags)
     struct part *mine = &part[parts++];
 
     *mine = (struct part){NULL, run};
-    standins_add_machine(machine, first_layout->host_bytes);
+    standins_add_machine(machine, 1, layout.host_bytes);
     return ex_spawn(machine, play_alone, mine, flags);
 }
 
@@ -139,25 +193,33 @@ static uint64_t hash_bytes(uint64_t hash, const void *p, uint64_t bytes)
     return hash;
 }
 
+static uint64_t hash_class(uint64_t hash, const struct kvp_class *class, const struct kvp_heap *heap)
+{
+    const struct kvp_magazine *magazine = &class->magazine;
+    const uint64_t plain[] = {heap->count, heap->aside, heap->pops, heap->built};
+
+    hash = hash_bytes(hash, magazine, offsetof(struct kvp_magazine, block) + magazine->count * sizeof(uint32_t));
+    hash = hash_bytes(hash, plain, sizeof plain);
+    hash = hash_bytes(hash, class->pin_slot, class->blocks * sizeof *class->pin_slot);
+    hash = hash_bytes(hash, class->pinned, (class->blocks / 64 + 1) * sizeof *class->pinned);
+    for (uint32_t i = 0; i < heap->count; i++)
+        hash = hash_bytes(hash, &heap->item[i], sizeof(uint64_t) + sizeof(uint32_t));
+    return hash;
+}
+
 void world_merge(const kvp_pool *pool, uint64_t place)
 {
     const struct kvp_arena *arena = &pool->arena;
-    const struct kvp_class *class = &arena->class[0];
-    const struct kvp_magazine *magazine = &class->magazine;
-    const struct kvp_heap *heap = &pool->heap[0];
     const uint64_t plain[] = {pool->clock_seen, pool->foreign, pool->evictions, pool->log_sequence, pool->used_count,
-                              arena->pin_free_count, arena->pin_top, arena->pin_high_seen, arena->pins_held, heap->count,
-                              heap->aside, heap->pops, heap->built};
-    uint64_t hash = hash_bytes(place, magazine, offsetof(struct kvp_magazine, block) + magazine->count * sizeof(uint32_t));
+                              arena->pin_free_count, arena->pin_top, arena->pin_high_seen, arena->pins_held,
+                              (uint64_t)pool->closed};
+    uint64_t hash = hash_bytes(place, plain, sizeof plain);
 
-    hash = hash_bytes(hash, plain, sizeof plain);
     hash = hash_bytes(hash, pool->used, pool->used_count * sizeof *pool->used);
-    hash = hash_bytes(hash, class->pin_slot, class->blocks * sizeof *class->pin_slot);
-    hash = hash_bytes(hash, class->pinned, (class->blocks / 64 + 1) * sizeof *class->pinned);
     hash = hash_bytes(hash, arena->pin_count, arena->pin_top * sizeof *arena->pin_count);
     hash = hash_bytes(hash, arena->pin_free, arena->pin_free_count * sizeof *arena->pin_free);
-    for (uint32_t i = 0; i < heap->count; i++)
-        hash = hash_bytes(hash, &heap->item[i], sizeof(uint64_t) + sizeof(uint32_t));
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        hash = hash_class(hash, &arena->class[c], &pool->heap[c]);
     ex_merge(hash);
 }
 
@@ -173,29 +235,34 @@ uint64_t world_content(uint32_t k, uint32_t line)
     return 0xc0de0000ull + k * 256 + line;
 }
 
-static void fill(kvp_pool *pool, uint32_t number, uint32_t k)
+static void fill(kvp_pool *pool, uint32_t c, uint32_t number, uint32_t k)
 {
     uint64_t bytes[64] = {0};
 
     for (uint32_t line = 0; line < lines; line++)
         bytes[line * 8] = world_content(k, line);
-    kvp_fill(pool, 0, number, bytes, (uint64_t)lines * KVP_LINE);
+    kvp_fill(pool, c, number, bytes, (uint64_t)lines * KVP_LINE);
 }
 
-int world_put(kvp_pool *pool, uint32_t k, uint32_t n)
+int world_put_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n)
 {
     struct kvp_key key[BATCH];
     uint32_t number[BATCH];
     uint64_t ref[BATCH];
 
-    if (kvp_reserve(pool, 0, n, number) != KVP_OK)
+    if (kvp_reserve(pool, c, n, number) != KVP_OK)
         return 0;
     for (uint32_t i = 0; i < n; i++) {
         key[i] = world_key(k + i);
-        fill(pool, number[i], k + i);
+        fill(pool, c, number[i], k + i);
     }
-    int64_t published = kvp_publish(pool, 0, number, key, n, ref);
+    int64_t published = kvp_publish(pool, c, number, key, n, ref);
     return published < 0 ? 0 : (int)published;
+}
+
+int world_put(kvp_pool *pool, uint32_t k, uint32_t n)
+{
+    return world_put_in(pool, 0, k, n);
 }
 
 void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
@@ -209,19 +276,24 @@ void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
     }
 }
 
-int world_use(kvp_pool *pool, uint32_t k, uint32_t n)
+int world_use_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n)
 {
     struct kvp_key key[BATCH];
     uint64_t ref[BATCH] = {0};
 
     for (uint32_t i = 0; i < n; i++)
         key[i] = world_key(k + i);
-    int64_t pinned = kvp_match(pool, 0, key, n, ref);
+    int64_t pinned = kvp_match(pool, c, key, n, ref);
     for (int64_t i = 0; i < pinned; i++)
         world_look(pool, ref[i], k + (uint32_t)i);
     if (pinned > 0)
         kvp_unpin_refs(pool, ref, (uint32_t)pinned);
     return pinned < 0 ? 0 : (int)pinned;
+}
+
+int world_use(kvp_pool *pool, uint32_t k, uint32_t n)
+{
+    return world_use_in(pool, 0, k, n);
 }
 
 int world_read(kvp_pool *pool, uint32_t k)
@@ -263,6 +335,14 @@ void world_compare(kvp_pool *pool, uint32_t keys)
         int there = (int)(THERE >> k & 1), found = world_use(pool, k, 1);
         EX_CHECK(there == found, "key %u: its host has it: %d, host %u finds it: %d", k, there, pool->host, found);
     }
+}
+
+void world_check_here(kvp_pool *pool)
+{
+    struct kvp_check check;
+
+    IS(kvp_pool_check(pool, &check), KVP_OK);
+    EX_CHECK(!check.problems, "check: %s", check.first);
 }
 
 void world_check(kvp_pool *pool)

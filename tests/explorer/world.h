@@ -4,16 +4,38 @@
 #include "explorer.h"
 #include "native/handle.h"
 
+#define IS(call, expected) \
+    do { \
+        int64_t is_what = (int64_t)(call); \
+        EX_CHECK(is_what == (int64_t)(expected), #call " is %lld, not " #expected, (long long)is_what); \
+    } while (0)
+
 /* Of all workers; scenarios set it before the threads run. */
 extern uint64_t world_time_ns;
+extern int world_same_boot;      /* machines that come in a run say that they have not been reset: their memory is new */
+extern int world_other_machines; /* they say that they have not been there before */
+extern void (*world_slept)(void); /* what else happens while a thread sleeps */
 
 struct world_request {
     uint32_t hosts, workers; /* workers: of each host */
     uint32_t blocks;         /* of the last host, at most 8; the others have 8 each, because a line of words has one owner */
     uint32_t lines;          /* of 64 bytes a block; 0: 1 */
+    uint32_t stride[2];      /* instead of blocks and lines: two classes, of blocks of so many bytes, of which one line is used */
+    uint32_t segments;       /* then: of 64 KiB each */
+    const char *policy;      /* NULL: lru */
 };
 /* A new pool; host 0 makes it and is its first worker. */
 kvp_pool *world_make(const struct world_request *request);
+/* Or only the memory for it, with `regions` (1 or 2) of host memory on each machine: then a run makes it, as host 0, by
+ * world_create. */
+void world_prepare(const struct world_request *request, int regions);
+kvp_pool *world_create(void);
+/* Another region of host memory, in setup, for a host that begins anew. */
+void world_add_memory(int machine);
+/* What a keeper does every 100 ms. */
+void world_tick(kvp_pool *pool);
+/* The thread's own clock goes on. */
+void world_sleep_ms(uint64_t ms);
 /* Reserve every block of a host, for a worker of it that never does anything. */
 void world_hoard(uint32_t host);
 /* One more worker of a host. */
@@ -36,8 +58,10 @@ struct kvp_key world_key(uint32_t k);
 uint64_t world_content(uint32_t k, uint32_t line);
 /* Reserve, fill and publish a block under each of the keys k to k + n - 1: how many were published. */
 int world_put(kvp_pool *pool, uint32_t k, uint32_t n);
+int world_put_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n);
 /* Match keys k to k + n - 1, look at every byte under the pins, unpin. Returns how many were there. */
 int world_use(kvp_pool *pool, uint32_t k, uint32_t n);
+int world_use_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n);
 /* Read key k by copy: 1 if it was there. */
 int world_read(kvp_pool *pool, uint32_t k);
 /* The payload of a block must be that of key k, as this thread's host sees it. */
@@ -54,11 +78,20 @@ void world_compare(kvp_pool *pool, uint32_t keys);
 int world_recover(kvp_pool *pool);
 /* The pool's own check finds nothing, as the host of the pool sees it; in ex_scenario.check. */
 void world_check(kvp_pool *pool);
+/* The same in a thread, for a host that has moved to another machine. */
+void world_check_here(kvp_pool *pool);
 
 /* For standins.c. */
 void standins_reset(void);
-void standins_add_machine(int machine, uint64_t bytes);
+void standins_add_machine(int machine, int regions, uint64_t bytes);
+uint8_t *standins_add_device(uint64_t bytes);
 void standins_mark_dead(int thread, const struct kvp_keeper *keeper);
 int standins_look_around(struct kvp_keeper *keeper);
+void standins_pass(uint64_t ns);
+
+/* Called, where a scenario sets them after its pool is made, when a worker yields, or removes the pool's name. */
+extern void (*standins_yielding)(void), (*standins_unlinking)(void);
+extern uint64_t standins_forks; /* as if this process were the child of so many forks */
+extern int standins_kind;       /* enum kvp_mapping_kind */
 
 #endif
