@@ -45,7 +45,7 @@ class WorkerSide:
         self._blocks: int = kv_cache_config.num_blocks
         self.layouts = group_layouts(kv_cache_config)
         ranks, same = key_ranks(vllm_config, kv_cache_config)
-        rank = vllm_config.parallel_config.rank // same
+        rank = vllm_config.parallel_config.rank % (ranks * same) // same
         self.identity = engine_identity(vllm_config, kv_cache_config, options, rank, ranks, self.layouts)
         self.link = PoolLink(
             options, self.identity, [None if each is None else each.block_bytes for each in self.layouts]

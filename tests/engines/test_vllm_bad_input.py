@@ -206,8 +206,8 @@ while driver.llm.llm_engine.has_unfinished_requests():
     first.call("close")
 
 
-@pytest.mark.parametrize("mode", ["copy", "in-place"])
-def test_preempted_aborted_reset_shut_down(first, models, truth, uri, mode):
+@pytest.mark.parametrize("how", [{}, {"load": "async"}, {"mode": "in-place"}], ids=["copy", "async", "in-place"])
+def test_preempted_aborted_reset_shut_down(first, models, truth, uri, how):
     """Too few blocks for all at once, requests that are aborted, resets, and a shutdown that is repeated on both
     roles.
     """
@@ -215,7 +215,7 @@ def test_preempted_aborted_reset_shut_down(first, models, truth, uri, mode):
     small = {"num_gpu_blocks_override": 17, "max_num_seqs": 8, "max_model_len": 1024}
     first.engine(models("llama"), **{**small, "max_num_seqs": 1, "num_gpu_blocks_override": 65})
     expected = first.generate(*many, tokens=60)
-    first.engine(models("llama"), uri, extra={"mode": mode, **SIZE}, **small)
+    first.engine(models("llama"), uri, extra={**how, **SIZE}, **small)
     outputs = first.generate(*many, tokens=60)
     assert [each["tokens"] for each in outputs] == [each["tokens"] for each in expected]
     first.run(

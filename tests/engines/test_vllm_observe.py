@@ -65,7 +65,8 @@ result = [
         assert sum(len(each[1]) for each in stored) == pool.stats()["published"]
         assert {(each[3], each[4]) for each in stored} == {("CPU", "kvpool")}
         assert all(each[5] == len(each[1]) * each[6] for each in stored)
-        pool.evict(1 << 20)
+        for number in range(len(pool.block_bytes)):
+            pool.evict(1 << 20, number)
     first.generate([3, 300], tokens=3)
     import time
 

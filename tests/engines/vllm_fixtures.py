@@ -18,7 +18,7 @@ import kvpool
 
 HERE = Path(__file__).parent
 _numbers = itertools.count()
-LENGTH = 900  # of the prompts: 7 blocks of 128, 3 of 256, 56 of 16
+PROMPT, LENGTH = [1, 900], 900  # of the prompts: 7 blocks of 128, 3 of 256, 56 of 16
 
 
 def need_vllm():
@@ -59,6 +59,34 @@ def first(make_client):
 def second(make_client):
     """Another process, whose engines load."""
     return make_client()
+
+
+@pytest.fixture(scope="module")
+def truth(first, models, tmp_path_factory):
+    """A function: what a model says without us, and what it says where the prefix was loaded.
+
+    The two are the same, but for MLA on a CPU: after a loaded prefix vLLM computes with other kernels than in one pass.
+    There the second is what vLLM says with its own example connector.
+    """
+    known = {}
+
+    def tell(kind, changes):
+        if kind not in known:
+            model = models(kind)
+            first.engine(model, **changes)
+            alone = after = first.generate(PROMPT)[0]
+            if kind == "deepseek":
+                extra = {"shared_storage_path": str(tmp_path_factory.mktemp("example"))}
+                connector = {"kv_connector": "ExampleConnector", "kv_connector_module_path": None}
+                first.call("engine", model=model, extra=extra, connector=connector, **changes)
+                first.generate(PROMPT)
+                after = first.generate(PROMPT)[0]
+                assert after["cached"] == 896
+                assert after["tokens"] == alone["tokens"]
+            known[kind] = alone, after
+        return known[kind]
+
+    return tell
 
 
 @pytest.fixture
