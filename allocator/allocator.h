@@ -398,6 +398,9 @@ uint8_t *kvp_block_data(const struct kvp_arena *arena, uint32_t block);
 int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 /* Undo one pin of each block. Zeros, and blocks that this worker has not pinned, are left alone. */
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
+/* Announce pins of blocks that are ours and about to be LIVE: all or none. The caller has a write fence between this and the
+ * words. PINS, RANGE. */
+int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n);
 
 /* At each tick: what evictors read of our pins shrinks once none is held. */
 void kvp_pins_tick(struct kvp_arena *arena);

@@ -141,6 +141,18 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
     return valid ? (int64_t)valid : status;
 }
 
+int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
+{
+    struct kvp_lines lines = {NULL};
+    int status = KVP_OK;
+
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        if ((status = announce(arena, refs[i], &lines)) != KVP_OK)
+            kvp_unpin(arena, refs, i);
+    kvp_lines_end(&lines);
+    return status;
+}
+
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     struct kvp_lines lines = {NULL};

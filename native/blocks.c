@@ -118,9 +118,9 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 
 /* ---- publishing ---- */
 
-/* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back, because an earlier block
- * stands under its key or because the directory has no room there. */
-static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, uint64_t *ref,
+/* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back (if it is kept: is ours still, and no
+ * longer pinned), because an earlier block stands under its key or because the directory has no room there. */
+static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, int is_kept, uint64_t *ref,
                  struct kvp_lines *lines)
 {
     int status = kvp_future_ref(&pool->arena, c, number, ref);
@@ -135,12 +135,14 @@ static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_k
         return KVP_OK;
     kvp_count(pool, entered ? KVP_COUNT_UNINDEXED : KVP_COUNT_DUPLICATES, 1);
     kvp_set_tag(&pool->arena, c, number, 0, 0);
+    if (is_kept)
+        kvp_unpin(&pool->arena, ref, 1);
     *ref = 0;
-    return kvp_free(&pool->arena, c, &number, 1);
+    return is_kept ? KVP_OK : kvp_free(&pool->arena, c, &number, 1);
 }
 
-static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
-                       const struct kvp_order *order)
+static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, int is_kept,
+                       uint64_t *refs, const struct kvp_order *order)
 {
     struct kvp_class *class = &pool->arena.class[c];
     struct kvp_lines lines = {NULL};
@@ -148,12 +150,14 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
 
     for (uint32_t i = 0; i < n; i++) {
         struct kvp_key key = kvp_key_at(keys, i);
-        int status = enter(pool, c, numbers[i], &key, &refs[i], &lines);
+        int status = enter(pool, c, numbers[i], &key, is_kept, &refs[i], &lines);
         if (status)
             return status;
     }
     kvp_lines_end(&lines);
-    nc_write_fence(); /* payloads and labels are in memory before any word says LIVE: readers and adopters trust it */
+    /* Payloads and labels are in memory before any word says LIVE: readers and adopters trust it. So are the slots of kept
+     * blocks: an evictor that sees LIVE sees them. */
+    nc_write_fence();
     for (uint32_t i = n; i-- > 0;) { /* the last first: who sees the first key sees all of them */
         if (!refs[i])
             continue;
@@ -201,8 +205,22 @@ static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers
     return status;
 }
 
-int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
-                            struct kvp_order *order)
+/* Pin, before they are LIVE, blocks that are all ours. */
+static int pin_ahead(kvp_pool *pool, uint32_t c, const uint32_t *numbers, uint32_t n, uint64_t *refs)
+{
+    int status = KVP_OK;
+
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        status = kvp_future_ref(&pool->arena, c, numbers[i], &refs[i]);
+    if (status == KVP_OK && (status = kvp_pin_ahead(&pool->arena, refs, n)) == KVP_OK)
+        kvp_count(pool, KVP_COUNT_PINNED, n);
+    if (status)
+        memset(refs, 0, n * sizeof *refs);
+    return status;
+}
+
+static int64_t publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, int is_kept,
+                               uint64_t *refs, struct kvp_order *order)
 {
     int64_t result = kvp_enter_class(pool, c);
 
@@ -215,24 +233,46 @@ int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const
         result = check_publication(pool, c, numbers, keys, n);
     if (result == KVP_OK && KVP_MANY_HOSTS)
         result = kvp_host_assure(&pool->arena.roster); /* who was declared lost while it slept changes nothing any more */
+    if (result == KVP_OK && is_kept)
+        result = pin_ahead(pool, c, numbers, n, refs);
     if (result == KVP_OK) {
-        result = publish(pool, c, numbers, keys, n, refs, order);
-        memset(numbers, 0xff, n * sizeof *numbers); /* KVP_NO_BLOCK */
+        result = publish(pool, c, numbers, keys, n, is_kept, refs, order);
+        for (uint32_t i = 0; i < n; i++)
+            numbers[i] = is_kept && !refs[i] ? numbers[i] : KVP_NO_BLOCK;
     }
     order->done += n;
     kvp_unlock(pool);
     return result;
 }
 
+int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
+                            struct kvp_order *order)
+{
+    return publish_ordered(pool, c, numbers, keys, n, 0, refs, order);
+}
+
+/* What was written through views is in our cache only; who copied in has written it back. */
+static void write_back(kvp_pool *pool, uint32_t c, const uint32_t *numbers, uint32_t n)
+{
+    for (uint32_t i = 0; KVP_MANY_HOSTS && i < n && c < pool->arena.layout.classes; i++)
+        if (numbers[i] < pool->arena.class[c].blocks)
+            nc_write_back(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
+}
+
 int64_t kvp_publish(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
 {
     struct kvp_order order = kvp_order_of_call(pool, n);
 
-    /* What was written through views is in our cache only; who copied in has written it back. */
-    for (uint32_t i = 0; KVP_MANY_HOSTS && i < n && c < pool->arena.layout.classes; i++)
-        if (numbers[i] < pool->arena.class[c].blocks)
-            nc_write_back(kvp_block_data(&pool->arena, kvp_block(c, numbers[i])), pool->arena.class[c].stride);
-    return kvp_publish_ordered(pool, c, numbers, keys, n, refs, &order);
+    write_back(pool, c, numbers, n);
+    return publish_ordered(pool, c, numbers, keys, n, 0, refs, &order);
+}
+
+int64_t kvp_publish_kept(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
+{
+    struct kvp_order order = kvp_order_of_call(pool, n);
+
+    write_back(pool, c, numbers, n);
+    return publish_ordered(pool, c, numbers, keys, n, 1, refs, &order);
 }
 
 /* ---- removing ---- */

@@ -303,6 +303,9 @@ int kvp_withdraw(kvp_pool *pool, uint32_t class_, uint32_t *numbers, uint32_t n)
  * then block i is free again. The numbers become KVP_NO_BLOCK. Returns how many were published. INVALID (zero key),
  * RANGE, NOTOWNED: then nothing has happened. */
 int64_t kvp_publish(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
+/* As kvp_publish, for a maker that goes on reading its blocks: what is published is pinned before anybody can evict it, and a
+ * block that is not (refs[i] is 0) stays reserved, its number as it was. PINS: then nothing has happened. */
+int64_t kvp_publish_kept(kvp_pool *pool, uint32_t class_, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs);
 /* Remove keys: nobody finds them any more. Their blocks are freed at once, or evicted among the first once their last
  * pin has gone. Returns how many were present. BUSY: a worker that is stopped holds one of the blocks for eviction, and may
  * yet let it stand; the others are removed. */
@@ -319,6 +322,20 @@ int64_t kvp_read(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, 
 /* Reserve, copy in (non-temporal), publish: keys that are present are skipped. Works in batches of 64 keys, each of which
  * is stored whole or not at all. Returns how many were stored, FULL if not even one batch could be. */
 int64_t kvp_put(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const void *const *from, uint64_t bytes);
+/* The block of an engine, which seldom lies in one piece (one per layer, say): piece by piece, each a row of a table.
+ * Row r of a part is at base + r * stride and goes to, or comes from, byte `at` of the pool's block. */
+struct kvp_part {
+    void *base;
+    uint64_t stride;
+    uint64_t bytes;            /* of a row */
+    uint64_t at;
+};
+/* As kvp_read and kvp_put, but block i is made of row rows[i] of each of the parts. The caller vouches for the addresses. On
+ * got[i] = 0 the rows are unchanged, or zeroed. INVALID (a part that reaches beyond the block; no part). */
+int64_t kvp_read_parts(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const struct kvp_part *parts,
+                       uint32_t part_count, const uint64_t *rows, uint8_t *got);
+int64_t kvp_put_parts(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const struct kvp_part *parts,
+                      uint32_t part_count, const uint64_t *rows);
 /* Copy into a reserved block. INVALID, RANGE, NOTOWNED. */
 int kvp_fill(kvp_pool *pool, uint32_t class_, uint32_t number, const void *from, uint64_t bytes);
 

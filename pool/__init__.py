@@ -12,10 +12,11 @@ from kvpool.bindings.errors import *  # noqa: F403 - the list of errors stands t
 from kvpool.fencing import Fence, LostHost, Tender
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, Keys
-from kvpool.namespace import Namespace
+from kvpool.namespace import Namespace, Parts
 from kvpool.pool import POLICIES, Pool, create, open, remove
 from kvpool.reports import CheckReport, Event, EventStream
 from kvpool.sizes import parse_size
+from kvpool.stock import Stock
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "Keys",
     "LostHost",
     "Namespace",
+    "Parts",
     "Pool",
     "Reservation",
+    "Stock",
     "Tender",
     "__version__",
     "create",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvpool.bindings import ffi
+from kvpool.bindings import Core, ffi
 from kvpool.bindings.errors import InvalidArgument, PoolFull
 from kvpool.handles import Hit, Reservation
 from kvpool.keys import Identity, KeyMaker, Keys, KeysLike, key_buffer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvpool.pool import Pool
 
-__all__ = ["Namespace"]
+__all__ = ["Namespace", "Parts"]
 
 T = TypeVar("T")
 WAIT_S = 1.0
@@ -63,6 +63,13 @@ class Namespace:
         """
         return self._maker.keys(token_ids, after)
 
+    def named(self, names: Sequence[bytes | str]) -> Keys:
+        """One 16-byte key per name, for engines that hash prefixes themselves: a name is their hash of a block.
+
+        Bound to identity and tenant as `keys` are. What a name covers is the engine's affair.
+        """
+        return self._maker.named(names)
+
     def match(self, keys: KeysLike) -> Hit:
         """The longest prefix of `keys` that is in the pool, pinned until the Hit is released. An empty Hit is a miss.
 
@@ -76,13 +83,18 @@ class Namespace:
             )
         )
 
-    def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
+    def reserve(self, keys: KeysLike | int, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
+
+        A number instead of keys: so many blocks, whose keys are given to `Reservation.publish`.
 
         Where nothing may be evicted it waits up to `timeout` seconds (default 1; 0: not at all), interruptibly and
         without a lock, then raises `PoolFull`.
         """
-        new = Reservation(self.pool, self.block_class, key_buffer(keys))
+        if isinstance(keys, int) and not 0 <= keys <= 0xFFFFFFFF:
+            raise InvalidArgument(f"cannot reserve {keys} blocks")
+        wanted = (ffi.NULL, int(keys)) if isinstance(keys, int) else key_buffer(keys)
+        new = Reservation(self.pool, self.block_class, wanted)
 
         if len(new) > self.pool.info["classes"][self.block_class]["blocks"]:
             timeout = 0  # no wait will help
@@ -128,6 +140,47 @@ class Namespace:
         del targets
         return got.astype(np.bool_)
 
+    def put_parts(
+        self, keys: KeysLike, parts: Parts, rows: Sequence[int] | NDArray[np.uint64], *, timeout: float | None = None
+    ) -> int:
+        """As `put`, but the block of keys[i] is gathered from row rows[i] of each of the parts."""
+        pointer, count = key_buffer(keys)
+        numbers = _rows(rows, count)
+        return patiently(
+            lambda: self._core.check(
+                self._core.lib.kvp_put_parts(
+                    self.pool.handle,
+                    self.block_class,
+                    pointer,
+                    count,
+                    parts.pointer(self._core),
+                    len(parts),
+                    ffi.cast("uint64_t *", ffi.from_buffer(numbers)),
+                )
+            ),
+            timeout,
+        )
+
+    def get_into_parts(
+        self, keys: KeysLike, parts: Parts, rows: Sequence[int] | NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """As `get_into`, but the block of keys[i] is scattered to row rows[i] of each of the parts."""
+        pointer, count = key_buffer(keys)
+        numbers, got = _rows(rows, count), np.zeros(count, np.uint8)
+        self._core.check(
+            self._core.lib.kvp_read_parts(
+                self.pool.handle,
+                self.block_class,
+                pointer,
+                count,
+                parts.pointer(self._core),
+                len(parts),
+                ffi.cast("uint64_t *", ffi.from_buffer(numbers)),
+                ffi.from_buffer(got),
+            )
+        )
+        return got.astype(np.bool_)
+
     def contains(self, keys: KeysLike) -> NDArray[np.bool_]:
         """True for each key that is in the pool now. Pins nothing: the answer may be old when it arrives."""
         present: NDArray[np.bool_] = self.lookup(keys) != 0
@@ -160,6 +213,54 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"<Namespace {self.identity.model} tenant={self.tenant!r} class={self.block_class}>"
+
+
+class Parts:
+    """Where an engine's blocks lie in its own memory: block number r is row r of each part.
+
+    Each part is (address, stride, bytes, at): row r has `bytes` bytes at address + r * stride, which lie from byte `at`
+    on in the pool's block. Addresses are taken as they are: the caller keeps that memory alive, and passes only rows
+    that it has. Immutable.
+    """
+
+    __slots__ = ("array", "reach")
+
+    def __init__(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        if not parts or any(value < 0 for part in parts for value in part) or any(part[2] == 0 for part in parts):
+            raise InvalidArgument("parts are (address, stride, bytes, at), none negative, of at least one byte")
+        try:
+            self.array = np.array(parts, np.uint64).reshape(len(parts), 4)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"parts are (address, stride, bytes, at), numbers of 64 bits: {error}") from error
+        self.array.flags.writeable = False
+        self.reach = max(at + length for _, _, length, at in parts)
+        """Bytes that a pool's block must have."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block that are copied."""
+        return int(self.array[:, 2].sum())
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def pointer(self, core: Core) -> Any:
+        """The `struct kvp_part` array, which has the same four words, for the core of one mode."""
+        return core.ffi.cast("struct kvp_part *", ffi.from_buffer(self.array))
+
+
+assert ffi.sizeof("struct kvp_part") == 4 * 8
+
+
+def _rows(rows: Sequence[int] | NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
+    """Row numbers, one per key."""
+    try:
+        numbers = np.ascontiguousarray(rows, dtype=np.uint64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"rows are numbers from 0 on: {error}") from error
+    if numbers.shape != (count,):
+        raise InvalidArgument(f"{count} keys and rows of shape {numbers.shape}: one row per key")
+    return numbers
 
 
 def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bool) -> tuple[list[Any], Any, int]:

@@ -19,6 +19,7 @@ from kvpool.fencing import Answers, Fence
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
+from kvpool.stock import Stock
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -152,6 +153,11 @@ class Pool:
         return hit.hold(
             self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
         )
+
+    def stock(self, block_class: int = 0) -> Stock:
+        """Blocks by number, for an engine whose cache is this pool: see `Stock`."""
+        self._class(block_class)
+        return Stock(self, block_class)
 
     def evict(self, count: int, block_class: int = 0) -> int:
         """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""

@@ -1,6 +1,9 @@
 """The public API on one pool, in one process and over several."""
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -28,6 +31,111 @@ def test_match_is_the_longest_prefix(ns):
     with ns.match(keys) as hit:
         assert len(hit) == 7
     assert ns.contains(keys).tolist() == [True] * 7 + [False] * 2 + [True] * 11
+
+
+def test_blocks_may_get_their_keys_at_the_end(ns):
+    keys = ns.named(["some", "names"])
+    with ns.reserve(2) as new:
+        for key, view in zip(keys, new.views, strict=True):
+            view[:] = payload(key)
+        for wrong in (None, keys[:1], []):
+            with pytest.raises(kvpool.InvalidArgument, match="one key per block"):
+                new.publish(wrong)
+        assert new.publish(keys) == 2
+    with ns.match(keys) as hit:
+        assert [bytes(view) for view in hit.views] == [bytes(payload(key)) for key in keys]
+    with ns.reserve(0) as new:
+        assert new.publish() == 0
+    with pytest.raises(kvpool.InvalidArgument):
+        ns.reserve(-1)
+
+
+def test_what_is_published_pinned_stays(pool, ns, identity, rack, uri):
+    keys = ns.keys(range(16 * 8))
+    with ns.reserve(keys) as new:
+        for key, view in zip(keys, new.views, strict=True):
+            view[:] = payload(key)
+        hit = new.publish_pinned()
+    assert len(hit) == 8
+    assert np.array_equal(hit.refs, ns.lookup(keys))
+    with rack.open(uri) as other:
+        assert other.evict(64) == 0
+    assert pool.evict(64) == 0
+    assert [bytes(view) for view in hit.views] == [bytes(payload(key)) for key in keys]
+    hit.release()
+    assert pool.evict(64) == 8
+    assert rack.report().pins == 0
+
+
+def test_a_block_that_lost_is_not_pinned(pool, ns, rack):
+    keys = ns.keys(range(32))
+    with ns.reserve(keys) as new:
+        fill(ns, keys[:1])
+        new.views[0][:] = 7
+        hit = new.publish_pinned()
+        assert new.is_open
+        pool.evict(64)
+        fill(ns, ns.keys(range(1000, 1000 + 16 * 62)))
+        assert (pool.tensor()[new.blocks[0]] == 7).all()  # still ours
+        with pytest.raises(kvpool.OutOfRange):
+            new.publish()
+    assert hit.refs[0] == 0
+    assert hit.refs[1] != 0
+    assert hit.blocks[0] == 0xFFFFFFFF
+    assert rack.report().pins == 1
+    hit.release()
+
+
+def test_no_pins_for_a_publication(make_pool, identity):
+    pool = make_pool(blocks=4096)
+    ns = pool.namespace(identity)
+    slots = pool.info["pin_slots"]
+    assert slots < 4096
+    with ns.reserve(ns.keys(range(16 * (slots + 1)))) as new:
+        with pytest.raises(kvpool.NoPins):
+            new.publish_pinned()
+        assert new.is_open
+        assert not ns.contains(new.keys and ns.keys(range(16))).any()
+        assert new.publish() == slots + 1
+    assert pool.check().pins == 0
+
+
+def test_nobody_evicts_what_is_being_published_pinned(make_pool, identity, uri):
+    """Another process takes and scribbles over all it can, all the time; what is published pinned keeps its bytes."""
+    pool = make_pool(blocks=32)
+    ns = pool.namespace(identity)
+    program = """
+        import sys, kvpool
+        with kvpool.open(sys.argv[1]) as pool:
+            ns = pool.namespace(kvpool.Identity(model="x", revision="1", dtype="x", layout="x"))
+            print(flush=True)
+            while True:
+                pool.evict(32)
+                for count in (20, 4):
+                    try:
+                        with ns.reserve(count, timeout=0) as new:
+                            for view in new.views:
+                                view[:] = 255
+                    except kvpool.PoolFull:
+                        pass
+    """
+    child = subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(program), uri], stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        for turn in range(1000):
+            keys = ns.named([f"{turn}/{i}" for i in range(4)])
+            with ns.reserve(4) as new:
+                for view in new.views_as(np.uint64):
+                    view[:] = turn
+                with new.publish_pinned(keys) as hit:
+                    pool.check()  # takes a while
+                    assert all((view == turn).all() for view in hit.views_as(np.uint64))
+                    # while the other has one locked it is a miss
+                    assert eventually(lambda keys=keys, hit=hit: np.array_equal(ns.lookup(keys), hit.refs))
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_nothing_is_visible_before_publish(ns):
@@ -130,6 +238,55 @@ def test_put_and_get_parts_of_a_block(ns):
     out = [bytearray(10), bytearray(10)]
     assert ns.get_into(keys, out).all()
     assert out == [b"x" * 10, b"y" * 10]
+
+
+def test_blocks_of_many_parts(make_pool, identity):
+    """As an engine has them: two layers, blocks 3 rows apart in one and padded in the other."""
+    ns = make_pool(block="8KiB", blocks=100).namespace(identity)
+    keys = ns.keys(range(100 * 16))
+    first, second = np.arange(300 * 512, dtype=np.uint16).reshape(300, 512), np.zeros((100, 5000), np.uint8)
+    second[:] = np.arange(100, dtype=np.uint8)[:, None]
+    where = [(first.ctypes.data, 3 * 1024, 1024, 64), (second.ctypes.data + 8, 5000, 4100, 1088)]
+    rows = np.arange(100)[::-1]
+    assert ns.put_parts(keys, kvpool.Parts(where), rows) == 100
+    assert ns.put_parts(keys, kvpool.Parts(where), rows) == 0
+    block = np.zeros(5188, np.uint8)
+    assert ns.get_into(keys[:1], [block]).all()
+    assert np.array_equal(block[64:1088].view(np.uint16), first[99 * 3])
+    assert (block[1088:] == 99).all()
+    to, into = np.zeros_like(first), np.zeros_like(second)
+    where = [(to.ctypes.data, 3 * 1024, 1024, 64), (into.ctypes.data + 8, 5000, 4100, 1088)]
+    assert ns.get_into_parts(keys, kvpool.Parts(where), rows).all()
+    assert np.array_equal(to[::3], first[::3])
+    assert not to[1::3].any()
+    assert np.array_equal(into[:, 8:4108], second[:, 8:4108])
+    assert not into[:, 4108:].any()
+    assert not ns.get_into_parts(ns.keys(range(5, 21)), kvpool.Parts(where), [3]).any()
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [([], "parts are"), ([(0, 0, 0, 0)], "at least one byte"), ([(-1, 0, 8, 0)], "none negative")],
+)
+def test_parts_that_are_none(where, reason):
+    with pytest.raises(kvpool.InvalidArgument, match=reason):
+        kvpool.Parts(where)
+
+
+def test_parts_that_do_not_fit(ns):
+    keys, buffer = ns.keys(range(16)), bytearray(8192)
+    address = np.frombuffer(buffer, np.uint8).ctypes.data
+    size = ns.pool.block_bytes[0]
+    for at, length in ((size - 63, 64), (2**64 - 64, 64)):
+        with pytest.raises(kvpool.InvalidArgument, match=r"do not fit|beyond any"):
+            ns.put_parts(keys, kvpool.Parts([(address, 0, length, at)]), [0])
+        with pytest.raises(kvpool.InvalidArgument, match=r"do not fit|beyond any"):
+            ns.get_into_parts(keys, kvpool.Parts([(address, 0, length, at)]), [0])
+    with pytest.raises(kvpool.InvalidArgument, match="one row per key"):
+        ns.put_parts(keys, kvpool.Parts([(address, 0, 64, 0)]), [0, 1])
+    with pytest.raises(kvpool.InvalidArgument, match="rows are numbers"):
+        ns.put_parts(keys, kvpool.Parts([(address, 0, 64, 0)]), [-1])
+    assert not ns.contains(keys).any()
 
 
 def test_a_full_pool_evicts_the_oldest(make_pool, identity):

@@ -16,7 +16,11 @@ from kvpool.tools.console import emit, grid, json_option, stdout, table
 
 __all__ = ["SUITES", "bench"]
 
-SUITES = {"core": "kvpool.tools.bench_suite_core", "coherence": "kvpool.tools.bench_suite_coherence"}
+SUITES = {
+    "core": "kvpool.tools.bench_suite_core",
+    "coherence": "kvpool.tools.bench_suite_coherence",
+    "engines": "kvpool.tools.bench_suite_engines",
+}
 """Name of a suite -> the module whose `run(effort)` measures it; imported only when asked for."""
 FEATURES = ("avx512f", "avx2", "clwb", "clflushopt", "sse4_2", "asimd", "sve")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
