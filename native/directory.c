@@ -8,7 +8,7 @@
  */
 #include "native/handle.h"
 
-enum { AHEAD = 16 };
+enum { AHEAD = 16, GROUP = 8 };
 
 static uint64_t scale(uint32_t hash, uint64_t homes)
 {
@@ -72,11 +72,12 @@ static int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
 
 /* ---- finding ---- */
 
-static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
+/* Search the homes of a key from the `from`-th on. */
+static uint64_t find_from(const kvp_pool *pool, uint32_t c, const struct kvp_key *key, uint64_t from)
 {
     uint64_t homes = homes_of(pool, key);
 
-    for (uint64_t i = 0; i < homes; i++) {
+    for (uint64_t i = from; i < homes; i++) {
         const struct kvp_entry *entry = home(pool, key, i);
         for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
             if (co_load(&entry[j].tag) != key->high)
@@ -110,81 +111,155 @@ uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t c, const struct kvp_k
     return 0;
 }
 
-/* The entry that the group's homes offer, unverified; NULL if they have none. */
-static const struct kvp_entry *guess(const kvp_pool *pool, const struct kvp_key *key)
+/* A search for many keys goes by groups, whose keys share two homes, and in four stages, so that no load waits for the one
+ * before it: the first home's lines, the second's, guesses in them and the lines of the blocks' words and tags, and the
+ * verification. Each stage is AHEAD keys before the next. */
+struct group {
+    const struct kvp_entry *home[KVP_GROUP_HOMES];
+    const struct kvp_entry *start; /* where its first key is in the first home; NULL: not there */
+    uint32_t first;            /* key of this call */
+};
+
+struct search {
+    const kvp_pool *pool;
+    const struct kvp_class *class;
+    const void *keys;
+    uint64_t *refs;
+    uint32_t n, block0;        /* how many keys; block 0 of the class */
+    uint32_t asked, opened, guessed; /* keys that have passed a stage; of groups: ring positions */
+    uint32_t asked_group, opened_group, guessed_group;
+    const struct kvp_entry *last; /* of the last guess */
+    struct group ring[4 * AHEAD];
+};
+
+static inline struct group *group_at(struct search *search, uint32_t i)
 {
-    for (uint64_t i = 0; i < KVP_GROUP_HOMES; i++) {
-        const struct kvp_entry *entry = home(pool, key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++)
-            if (co_load_relaxed(&entry[j].tag) == key->high)
-                return &entry[j];
-    }
-    return NULL;
+    return &search->ring[i % (4 * AHEAD)];
 }
 
-/* The same, but first where it most likely is: right after the entry of the key before. A chain is entered in order,
- * so a search from the start of the home would try 8 places for each key. */
-static uint64_t guess_next(const kvp_pool *pool, const struct kvp_key *key, const struct kvp_entry **last)
+static inline void prefetch_entries(const struct kvp_entry *entry)
 {
-    const struct kvp_entry *next = *last ? *last + 1 : NULL;
-
-    if (!next || next == pool->directory + pool->homes * KVP_HOME_ENTRIES || co_load_relaxed(&next->tag) != key->high)
-        next = guess(pool, key);
-    *last = next;
-    return next ? co_load_relaxed(&next->value) & KVP_REF_MASK : 0;
-}
-
-/* Neighbours of a group share their home: its lines are asked for once. */
-static void prefetch_home(const kvp_pool *pool, const void *keys, uint32_t i, uint32_t n)
-{
-    if (i >= n)
-        return;
-    struct kvp_key key = kvp_key_at(keys, i);
-    if (i && (uint32_t)kvp_key_at(keys, i - 1).low == (uint32_t)key.low)
-        return;
-    const struct kvp_entry *entry = home(pool, &key, 0);
     for (int j = 0; j < KVP_HOME_ENTRIES; j += KVP_LINE / sizeof *entry)
         kvp_prefetch(entry + j);
 }
 
-static void prefetch_block(const kvp_pool *pool, uint64_t ref)
+/* First stage: find where the next group ends, and ask for its home. */
+static inline void ask_group(struct search *search)
 {
-    if (!block_exists(pool, ref))
-        return;
-    const struct kvp_class *class = &pool->arena.class[kvp_block_class((uint32_t)ref)];
-    if (KVP_MANY_HOSTS)
-        kvp_prefetch(&class->known[kvp_block_number((uint32_t)ref)]);
-    else
-        kvp_prefetch(&class->words[kvp_block_number((uint32_t)ref)]);
-    kvp_prefetch(&class->tags[kvp_block_number((uint32_t)ref)]);
+    struct group *group = group_at(search, search->asked_group++);
+    struct kvp_key key = kvp_key_at(search->keys, search->asked);
+
+    group->first = search->asked;
+    group->home[0] = home(search->pool, &key, 0);
+    group->home[1] = home(search->pool, &key, 1);
+    prefetch_entries(group->home[0]);
+    do
+        search->asked++;
+    while (search->asked < search->n && (uint32_t)kvp_key_at(search->keys, search->asked).low == (uint32_t)key.low);
 }
 
-/* Three stages, each AHEAD keys before the next, so that no load waits for the one before it: the home's lines,
- * the guess in it and the block's word and tag, the verification. */
+static inline const struct kvp_entry *tag_in(const struct kvp_entry *entry, uint64_t tag)
+{
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        if (co_load_relaxed(&entry[j].tag) == tag)
+            return &entry[j];
+    return NULL;
+}
+
+/* Second stage: where a group is not in its first home, it mostly is in the second. */
+static inline void open_group(struct search *search)
+{
+    struct group *group = group_at(search, search->opened_group++);
+
+    group->start = tag_in(group->home[0], kvp_key_at(search->keys, group->first).high);
+    if (!group->start)
+        prefetch_entries(group->home[1]);
+    search->opened = search->opened_group == search->asked_group ? search->asked : group_at(search, search->opened_group)->first;
+}
+
+/* The entry that a group's homes offer, unverified; NULL if they have none. */
+static const struct kvp_entry *guess(const struct group *group, uint64_t tag)
+{
+    const struct kvp_entry *first = tag_in(group->home[!group->start], tag); /* where the group's first key is */
+
+    return first ? first : tag_in(group->home[group->start != NULL], tag);
+}
+
+static inline const void *known_of(const struct kvp_class *class, uint32_t number)
+{
+    return KVP_MANY_HOSTS ? (const void *)&class->known[number] : (const void *)&class->words[number];
+}
+
+static inline void guess_key(struct search *search, const struct group *group, uint32_t i)
+{
+    struct kvp_key key = kvp_key_at(search->keys, i);
+    const struct kvp_entry *entry = i == group->first ? group->start : search->last;
+
+    /* Most likely it stands after the one before: a chain is entered in order. */
+    if (!entry || co_load_relaxed(&entry->tag) != key.high)
+        entry = guess(group, key.high);
+    search->refs[i] = entry ? co_load_relaxed(&entry->value) & KVP_REF_MASK : 0;
+    if (!entry)
+        prefetch_entries(home(search->pool, &key, KVP_GROUP_HOMES));
+    search->last = entry && (entry + 1 - search->pool->directory) % KVP_HOME_ENTRIES ? entry + 1 : NULL;
+    uint32_t number = kvp_block_number((uint32_t)search->refs[i]);
+    kvp_prefetch(known_of(search->class, number)); /* of any number: a prefetch does not fault */
+    kvp_prefetch(&search->class->tags[number]);
+}
+
+/* Third stage. */
+static inline void guess_group(struct search *search)
+{
+    const struct group *group = group_at(search, search->guessed_group++);
+    uint32_t end = search->guessed_group == search->asked_group ? search->asked : group_at(search, search->guessed_group)->first;
+
+    for (; search->guessed < end; search->guessed++)
+        guess_key(search, group, search->guessed);
+}
+
+/* Is the guess right? As `stands`. */
+static inline int holds(const struct search *search, uint64_t ref, const struct kvp_key *key)
+{
+    uint32_t number = (uint32_t)ref - search->block0;
+
+    if (number >= search->class->blocks)
+        return 0;
+    uint64_t word = KVP_MANY_HOSTS ? co_load(&search->class->known[number]) : nc_load(&search->class->words[number]);
+    return kvp_word_shows(word, ref) && co_load(&search->class->tags[number].low) == key->low &&
+           co_load(&search->class->tags[number].high) == key->high;
+}
+
+/* Last stage: the guess, or what a thorough search finds; 0 if the key is not there. */
+static inline uint64_t verify_key(const struct search *search, uint32_t c, uint32_t i)
+{
+    struct kvp_key key = kvp_key_at(search->keys, i);
+    uint64_t ref = search->refs[i];
+
+    if (ref && holds(search, ref, &key))
+        return ref;
+    return search->refs[i] = find_from(search->pool, c, &key, ref ? 0 : KVP_GROUP_HOMES);
+}
+
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
 {
-    const struct kvp_entry *last = NULL;
+    struct search search;
     uint32_t found = 0;
 
-    for (uint32_t i = 0; i < 2 * AHEAD; i++)
-        prefetch_home(pool, keys, i, n);
-    for (uint32_t i = 0; i < n + AHEAD; i++) {
-        if (i < n) {
-            struct kvp_key ahead = kvp_key_at(keys, i);
-            prefetch_home(pool, keys, i + 2 * AHEAD, n);
-            refs[i] = guess_next(pool, &ahead, &last);
-            prefetch_block(pool, refs[i]);
-        }
-        if (i < AHEAD)
-            continue;
-        struct kvp_key key = kvp_key_at(keys, i - AHEAD);
-        uint64_t *ref = &refs[i - AHEAD];
-        if (*ref == 0 || kvp_block_class((uint32_t)*ref) != c || !stands(pool, *ref, &key))
-            *ref = find_slow(pool, c, &key);
-        if (*ref)
-            found++;
-        else if (prefix)
-            return found;
+    search.pool = pool, search.class = &pool->arena.class[c], search.keys = keys, search.refs = refs;
+    search.n = n, search.block0 = kvp_block(c, 0), search.last = NULL;
+    search.asked = search.opened = search.guessed = search.asked_group = search.opened_group = search.guessed_group = 0;
+    for (uint32_t done = 0; done < n;) {
+        while (search.asked < n && search.asked < done + 3 * AHEAD)
+            ask_group(&search);
+        while (search.opened < search.asked && search.opened < done + 2 * AHEAD)
+            open_group(&search);
+        while (search.guessed < search.opened && search.guessed < done + AHEAD)
+            guess_group(&search);
+        for (uint32_t end = done + GROUP < search.guessed ? done + GROUP : search.guessed; done < end; done++)
+            if (verify_key(&search, c, done))
+                found++;
+            else if (prefix)
+                return found;
     }
     return found;
 }
@@ -247,28 +322,49 @@ static struct kvp_entry *empty_in(struct kvp_entry *entry)
     return NULL;
 }
 
+static int used_in(const struct kvp_entry *entry)
+{
+    int used = 0;
+
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        used += co_load_relaxed(&entry[j].value) != 0;
+    return used;
+}
+
+/* The first free place for a key, in home *at; NULL if there is none. Of the two homes of its group that which has room for a
+ * group more than the other: so groups stay whole, and hardly any key has to stand elsewhere. */
+static struct kvp_entry *place(const kvp_pool *pool, const struct kvp_key *key, uint64_t *at)
+{
+    uint64_t better = used_in(home(pool, key, 1)) / GROUP < used_in(home(pool, key, 0)) / GROUP;
+    struct kvp_entry *empty = NULL;
+
+    for (uint64_t i = 0; i < KVP_GROUP_HOMES + KVP_DEPTH_MAX && !empty; i++) {
+        *at = i < KVP_GROUP_HOMES ? i ^ better : i;
+        empty = empty_in(home(pool, key, *at));
+    }
+    return empty;
+}
+
 static int stands_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_key *key)
 {
     for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+        if (co_load(&entry[j].tag) != key->high)
+            continue;
         uint64_t value = co_load(&entry[j].value);
-        if (entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry[j].tag) == key->high && is_rival(pool, c, value, key))
+        if (entry_state(value) == KVP_ENTRY_COMMITTED && is_rival(pool, c, value, key))
             return 1;
     }
     return 0;
 }
 
-/* 1: an earlier entry of this key stands; 0: none, and *empty is the first free place (NULL: none), in home *at. */
-static int scan(kvp_pool *pool, uint32_t c, const struct kvp_key *key, struct kvp_entry **empty, uint64_t *at)
+/* Does an earlier entry of this key stand? */
+static int stands_somewhere(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
 {
     uint64_t homes = homes_of(pool, key);
 
     for (uint64_t i = 0; i < homes; i++)
         if (stands_in(pool, c, home(pool, key, i), key))
             return 1;
-    *empty = NULL;
-    for (*at = 0; *at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; ++*at)
-        if ((*empty = empty_in(home(pool, key, *at))))
-            break;
     return 0;
 }
 
@@ -304,12 +400,12 @@ static struct kvp_entry *claim_entry(kvp_pool *pool, const struct kvp_key *key, 
     uint32_t c = kvp_block_class((uint32_t)pending);
 
     for (;;) {
-        struct kvp_entry *entry;
         uint64_t empty = 0;
         *result = 0;
-        if (scan(pool, c, key, &entry, at))
+        if (stands_somewhere(pool, c, key))
             return NULL;
         *result = -1;
+        struct kvp_entry *entry = place(pool, key, at);
         if (!entry)
             return NULL;
         if (is_far(pool, key, *at))
@@ -343,20 +439,19 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
 
 int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
-    for (uint64_t at = 0; at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; at++) {
-        struct kvp_entry *entry = home(pool, key, at);
-        for (struct kvp_entry *empty; (empty = empty_in(entry));) {
-            uint64_t none = 0;
-            if (is_far(pool, key, at))
-                announce_spill(pool, key, at);
-            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
-                co_store(&empty->tag, key->high);
-                /* Killed before this: a PENDING entry under no key, until the block is forgotten. */
-                co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
-                return 1;
-            }
-            unspill(pool, key, at);
+    uint64_t at;
+
+    for (struct kvp_entry *empty; (empty = place(pool, key, &at));) {
+        uint64_t none = 0;
+        if (is_far(pool, key, at))
+            announce_spill(pool, key, at);
+        if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
+            co_store(&empty->tag, key->high);
+            /* Killed before this: a PENDING entry under no key, until the block is forgotten. */
+            co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
+            return 1;
         }
+        unspill(pool, key, at);
     }
     return 0;
 }
@@ -481,7 +576,7 @@ static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *e
         problem = "an entry names a block that is not published";
     else if (kvp_word_state(word) == KVP_LIVE && entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry->tag) != key.high)
         problem = "the entry of a block has another key";
-    else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
+    else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_from(pool, c, &key, 0) != ref)
         problem = "the key of a block finds another one";
     return co_load(&entry->value) == value ? problem : NULL;
 }

@@ -1,6 +1,7 @@
 /* bench_core.c -- the nanosecond rows of `kvpool bench core`, and operation counts for tests/test_bench.py.
  *
- *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs
+ *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs; `alloc`, `index` or
+ *                             `handoff` instead of `rows`: a part of them
  *   bench_core growth         one count a line: operation, what grew, how many, basic blocks executed
  *
  * The bench compiles this with the C core when a source tree and a compiler are there. Every bound is sampled in turn
@@ -206,7 +207,6 @@ static void million_rows(uint32_t samples)
 {
     struct world *world = make_world(1000000);
 
-    alloc_rows(world->pool, samples);
     fill(world, 0);
     find_rows(world, "1e6", samples * TURN, 0);
     find_rows(world, "1e6", samples, 1);
@@ -457,22 +457,47 @@ static void growth_lines(void)
     }
 }
 
+static void index_rows(uint32_t samples)
+{
+    small_rows(10000, "1e4", samples);
+    small_rows(100000, "1e5", samples);
+    million_rows(samples);
+}
+
+static void alloc_suite(uint32_t samples)
+{
+    kvp_pool *pool = make_pool(1000000);
+
+    alloc_rows(pool, samples);
+    kvp_pool_free(pool);
+}
+
+static void handoff_suite(uint32_t samples)
+{
+    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
+        handoff_row(samples * TURN);
+}
+
+static const struct {
+    const char *name;
+    void (*rows)(uint32_t samples);
+} suites[] = {{"alloc", alloc_suite}, {"index", index_rows}, {"handoff", handoff_suite}};
+
 int main(int argc, char **argv)
 {
     uint32_t samples = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 0;
+    int ran = 0;
 
     if (argc == 2 && strcmp(argv[1], "growth") == 0) {
         growth_lines();
         return 0;
     }
-    if (argc != 3 || strcmp(argv[1], "rows") != 0 || samples < 1 || samples > SAMPLES_MAX / TURN) {
-        fprintf(stderr, "usage: bench_core rows SAMPLES (1 to %d) | growth\n", SAMPLES_MAX / TURN);
-        return 2;
-    }
-    small_rows(10000, "1e4", samples);
-    small_rows(100000, "1e5", samples);
-    million_rows(samples);
-    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
-        handoff_row(samples * TURN);
-    return 0;
+    for (size_t i = 0; samples && i < sizeof suites / sizeof *suites; i++)
+        if (strcmp(argv[1], "rows") == 0 || strcmp(argv[1], suites[i].name) == 0) {
+            suites[i].rows(samples < SAMPLES_MAX / TURN ? samples : SAMPLES_MAX / TURN);
+            ran = 1;
+        }
+    if (!ran)
+        fprintf(stderr, "usage: bench_core rows|alloc|index|handoff SAMPLES | growth\n");
+    return ran ? 0 : 2;
 }

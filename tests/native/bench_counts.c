@@ -96,6 +96,14 @@ static void publications(void)
     must(kvp_remove(world->pool, 0, fresh, 1), "kvp_remove");
 }
 
+/* Blocks that the next pass may evict. */
+static void refill_world(void)
+{
+    make_chain(fresh);
+    must(kvp_reserve(world->pool, 0, BATCH, numbers), "kvp_reserve");
+    must(kvp_publish(world->pool, 0, numbers, fresh, BATCH, refs), "kvp_publish");
+}
+
 static void pass(void)
 {
     count_alloc_free();
@@ -107,6 +115,7 @@ static void pass(void)
     count_unpin();
     count_match_one();
     publications();
+    refill_world();
     count_evict();
     count_recover();
 }
@@ -118,6 +127,7 @@ int main(int argc, char **argv)
 
     world = make_world(1 << 15);
     fill(world, 0);
+    must(kvp_shrink(world->pool, 0, 2 * BURST), "kvp_shrink"); /* room for a burst */
     memcpy(keys, chain_keys(world, world->whole[world->whole_count - 1]), sizeof keys);
     for (int i = 0; i < passes; i++)
         pass();
