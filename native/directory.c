@@ -143,6 +143,13 @@ static inline void prefetch_entries(const struct kvp_entry *entry)
         kvp_prefetch(entry + j);
 }
 
+void kvp_directory_ask(const kvp_pool *pool, const void *key)
+{
+    struct kvp_key first = kvp_key_at(key, 0);
+
+    prefetch_entries(home(pool, &first, 0));
+}
+
 /* First stage: find where the next group ends, and ask for its home. */
 static inline void ask_group(struct search *search)
 {

@@ -108,14 +108,17 @@ static void pins(kvp_pool *pool)
     IS(kvp_lookup(pool, 0, key, 3, ref), 3);
     IS(kvp_pin_refs(pool, wrong, 1), KVP_E_RANGE);
     old[0] = ref[0], old[1] = ref[1] + (1ull << 32);
-    IS(kvp_hold_pin(hold, old), KVP_E_STALE);
+    IS(kvp_hold_pin(hold, old, 2), KVP_E_STALE);
     IS(kvp_pin_refs(pool, old, 2), 1);
     IS(old[1], 0);
     IS(kvp_unpin_refs(pool, old, 2), KVP_OK);
     IS(kvp_unpin_refs(pool, old, 2), KVP_OK);
     uint64_t never[1] = {ref[2]};
     IS(kvp_unpin_refs(pool, never, 1), KVP_OK);
-    IS(kvp_hold_pin(hold, ref), 2);
+    IS(kvp_hold_match(hold, key, 3), KVP_E_INVALID);
+    IS(kvp_hold_match(hold, key, 2), 2);
+    kvp_hold_clear(hold);
+    IS(kvp_hold_pin(hold, ref, 2), 2);
     IS(kvp_reserve(pool, 0, 7, number), KVP_E_FULL);
     IS(kvp_reserve(pool, 0, 6, number), KVP_OK);
     IS(kvp_withdraw(pool, 0, number, 6), KVP_OK);
@@ -297,7 +300,7 @@ static void pin_all(void *argument)
     kvp_pool *pool = argument;
     struct kvp_hold *hold = kvp_hold_new(pool, 0, MANY);
 
-    IS(kvp_hold_pin(hold, many), KVP_E_PINS);
+    IS(kvp_hold_pin(hold, many, MANY), KVP_E_PINS);
     IS(kvp_pin_refs(pool, many, MANY), SLOTS);
     IS(many[SLOTS], 0);
     kvp_hold_end(hold);
