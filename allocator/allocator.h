@@ -65,6 +65,9 @@ struct kvp_request {
     uint32_t quota;      /* segments that a host may own at most, beyond its share at create; 0: no limit */
 };
 
+/* What a pool would need besides payload: out[0] bytes of the image, out[1] of each host's own memory. INVALID as at create. */
+int kvp_layout_metadata(const struct kvp_request *request, uint64_t *out);
+
 #define KVP_NO_BLOCK 0xffffffff /* in a list of numbers: nothing here */
 
 enum kvp_state { KVP_ABSENT, KVP_FREE, KVP_CACHED, KVP_OWN, KVP_LIVE, KVP_EVICTING, KVP_STATES };

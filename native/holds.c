@@ -1,10 +1,8 @@
 /* holds.c -- pins and reservations that end with an object. */
-#include "native/handle.h"
+#include "native/homes.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-enum { GROUP = 8 }; /* keys that share their homes */
 
 struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t c, uint32_t n)
 {

@@ -28,7 +28,7 @@ from kvpool.tools.bench_suite_pool import (
 )
 from kvpool.tools.bench_suite_recovery import recovery_rows
 
-__all__ = ["run"]
+__all__ = ["alloc", "copy", "handoff", "index", "recovery", "run"]
 
 MILLION = 1_000_000
 BATCH = 64
@@ -95,7 +95,7 @@ def prompt_timer(world: World) -> Timed:
 
     def sample() -> float:
         tokens = world.any_tokens()
-        spent, hit = elapsed_us(lambda: space.match(space.keys(tokens)))
+        spent, (_, hit) = elapsed_us(lambda: space.match_tokens(tokens))
         if len(hit) != CHAIN:
             raise RuntimeError(f"{len(hit)} of {CHAIN} keys were found")
         hit.release()
@@ -257,6 +257,41 @@ def metadata_rows() -> Iterator[Row]:
         bound = METADATA_PERCENT_MAX / 100 * block
         yield Row.of(f"metadata, {name} blocks of 128 KiB", "B/block", each, bound)
         yield Row.of(f"metadata, {name} blocks of 128 KiB, share", "%", each / block * 100, METADATA_PERCENT_MAX)
+
+
+def alloc(effort: Effort) -> Report:
+    """Blocks taken and given back, and what the pool needs for itself."""
+    report = driver_rows(effort, "alloc")
+    report.rows += [*alloc_rows(effort), *metadata_rows()]
+    return report
+
+
+def index(effort: Effort) -> Report:
+    """Prefixes found, pinned and looked at."""
+    report = driver_rows(effort, "index")
+    world = make_world(MILLION)
+    report.rows += match_rows(world, effort)
+    world.pool.close()
+    report.rows += read_rows(effort)
+    return report
+
+
+def copy(effort: Effort) -> Report:
+    """Blocks in and out by copy."""
+    return Report(list(copy_rows(effort)))
+
+
+def handoff(effort: Effort) -> Report:
+    """From a publication to who waits for it."""
+    return driver_rows(effort, "handoff")
+
+
+def recovery(effort: Effort) -> Report:
+    """From a kill to the reuse of what the dead held."""
+    world = make_world(MILLION)
+    rows = recovery_rows(world.pool, effort)
+    world.pool.close()
+    return Report(rows)
 
 
 def run(effort: Effort) -> Report:

@@ -116,6 +116,7 @@ static void pins(kvp_pool *pool)
     uint64_t never[1] = {ref[2]};
     IS(kvp_unpin_refs(pool, never, 1), KVP_OK);
     IS(kvp_hold_match(hold, key, 3), KVP_E_INVALID);
+    IS(kvp_hold_pin(hold, ref, 3), KVP_E_INVALID);
     IS(kvp_hold_match(hold, key, 2), 2);
     kvp_hold_clear(hold);
     IS(kvp_hold_pin(hold, ref, 2), 2);

@@ -82,9 +82,13 @@ static double median(double *samples, uint32_t n)
     return samples[n / 2];
 }
 
-static void row(const char *name, const char *unit, double measured, double bound)
+/* The samples, which are sorted then, in units of `per` nanoseconds, beside the bound in nanoseconds. */
+static void row(const char *name, const char *unit, double *samples, uint32_t n, double bound, double per)
 {
-    printf("%s\t%s\t%.4f\t%.4f\n", name, unit, measured, bound);
+    double middle = median(samples, n);
+
+    printf("%s\t%s\t%.4f\t%.4f\t%.4f\t%.4f\n", name, unit, middle / per, bound / per, samples[n / 10] / per,
+           samples[n - 1 - n / 100] / per);
 }
 
 /* ---- a pool full of chains ---- */
