@@ -35,7 +35,7 @@ def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
 
 _NUMBER: int = lib.KVP_BLOCKS_MAX
 _SPARES_MAX = 64
-"""How many holds of a class and size wait, when they were released, for the next hit: making one costs more than a match."""
+"""How many released holds of a class and size wait for the next hit: making one costs more than a match."""
 
 
 class Hit:

@@ -91,7 +91,7 @@ class Namespace:
         return hit
 
     def match_tokens(self, token_ids: Any, *, after: Keys | None = None) -> tuple[Keys, Hit]:
-        """`keys` and `match` in one call: the keys of all full blocks of tokens, and the longest prefix that is there, pinned.
+        """`keys` and `match` in one call: a key per full block of tokens, and the longest prefix that is there, pinned.
 
         Faster than both: the hash hides the latency of the directory.
         """

@@ -101,8 +101,8 @@ def number(value: float) -> str:
 def show(suite: str, about: dict[str, str], report: Report) -> None:
     """Print machine, rows and what was left out."""
     about = about | report.about
-    rows = table(f"{suite}: medians; ratio = measured / bound", "row", "unit", "p10", "measured", "p99", "bound", "ratio",
-                 "target", "verdict", left=2)  # fmt: skip
+    columns = ("row", "unit", "p10", "measured", "p99", "bound", "ratio", "target", "verdict")
+    rows = table(f"{suite}: medians; ratio = measured / bound", *columns, left=2)
     for row in report.rows:
         values = (row.p10, row.measured, row.p99, row.bound, row.ratio, row.target)
         rows.add_row(row.name, row.unit, *("-" if value is None else number(value) for value in values), row.verdict)

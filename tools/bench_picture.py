@@ -1,4 +1,4 @@
-"""A suite's rows as a picture: one bar a row, as long as its ratio on a logarithmic scale; a mark where the target is."""
+"""A suite's rows as a picture: one bar a row, its ratio on a logarithmic scale; a mark where the target is."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def picture(title: str, rows: Sequence[Row], about: str) -> str:
         colour = COLOURS.get(row.verdict.split()[0], "#4a6a8a")
         start, end = sorted((at(1.0), at(row.ratio)))
         parts.append(f'<text class="n" x="{LEFT - 8}" y="{y + 14}">{escape(row.name)}</text>')
-        parts.append(
-            f'<rect x="{start:.1f}" y="{y + 4}" width="{max(end - start, 1.5):.1f}" height="{LINE - 8}" fill="{colour}"/>'
-        )
+        shape = f'x="{start:.1f}" y="{y + 4}" width="{max(end - start, 1.5):.1f}" height="{LINE - 8}"'
+        parts.append(f'<rect {shape} fill="{colour}"/>')
         parts.append(f'<text x="{LEFT + WIDTH + 8}" y="{y + 14}">{row.ratio:.3g}</text>')
         if row.target is not None and "(" not in row.verdict:
             x = at(min(max(row.target, 10.0**low), 10.0**high))

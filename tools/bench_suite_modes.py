@@ -99,5 +99,3 @@ def mode_rows(effort: Effort) -> Iterator[Row]:
     """All of them."""
     yield from put_rows(effort)
     yield replay_row(effort)
-
-

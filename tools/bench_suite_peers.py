@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.tools.bench_suite import Effort, Report, Row, Timed, in_turn, per_call_ns
-from kvpool.tools.bench_suite_core import COPY_BYTES, CALLS, SAMPLES, Copies, elapsed_us, reserver
+from kvpool.tools.bench_suite_core import CALLS, COPY_BYTES, SAMPLES, Copies, elapsed_us, reserver
 from kvpool.tools.bench_suite_driver import ROOT, TIMEOUT_S
 from kvpool.tools.bench_suite_pool import CHAIN, STRIDE_MIN, World, make_pool, make_world
 
@@ -121,7 +121,9 @@ def alloc_rows(effort: Effort, notes: list[str]) -> Iterator[Row]:
                 continue
             for size_name, size in SIZES.items():
                 theirs = malloc_ns(program, size, library)
-                yield Row.of(f"reserve+withdraw, 64 in a call from Python, to {name} at {size_name}", "ns/block", ours, theirs)
+                yield Row.of(
+                    f"reserve+withdraw, 64 at once (Python), to {name} at {size_name}", "ns/block", ours, theirs
+                )
 
 
 # ---- copies ----

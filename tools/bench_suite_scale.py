@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import kvpool
-from kvpool.bindings import check, core, ffi, lib
+from kvpool.bindings import core
 from kvpool.tools.bench_suite import Effort, Report, Row, Spread, spread
 from kvpool.tools.bench_suite_core import elapsed_us, reserver
 from kvpool.tools.bench_suite_pool import CHAIN, STRIDE_MIN, World, make_pool, make_world
@@ -28,7 +28,12 @@ BLOCK = 128 << 10
 
 def find_us(world: World, samples: int) -> Spread:
     """A lookup of a chain."""
-    return spread(elapsed_us(lambda keys=world.any_keys(CHAIN): world.space.lookup(keys))[0] for _ in range(samples))
+
+    def one() -> float:
+        keys = world.any_keys(CHAIN)
+        return elapsed_us(lambda: world.space.lookup(keys))[0]
+
+    return spread(one() for _ in range(samples))
 
 
 def publish_us(world: World, samples: int) -> Spread:
@@ -71,9 +76,10 @@ def worker_rows(effort: Effort) -> Iterator[Row]:
     """Nanoseconds of a pair by all workers together."""
     first = 0.0
     for workers in WORKERS[: 2 if effort.quick else None]:
-        with make_pool(1 << 16, STRIDE_MIN, workers=32) as pool, children(
-            reserve_for_a_while, [(pool.uri,)] * workers
-        ) as links:
+        with (
+            make_pool(1 << 16, STRIDE_MIN, workers=32) as pool,
+            children(reserve_for_a_while, [(pool.uri,)] * workers) as links,
+        ):
             for link in links:
                 link.recv()
             for link in links:
@@ -91,7 +97,7 @@ def host_bytes(hosts: int) -> float:
     request.stride = [BLOCK] + [0] * 7
     layout = plan.ffi.new("uint64_t[2]")
     plan.check(plan.lib.kvp_layout_metadata(request, layout))
-    return (layout[0] + layout[1]) / 10**6
+    return float(layout[0] + layout[1]) / 10**6
 
 
 def host_rows() -> Iterator[Row]:
