@@ -163,6 +163,29 @@ static void chains(void)
     IS((uint32_t)once[7].low == (uint32_t)once[8].low, 0);
 }
 
+/* A request's tokens to its pins. */
+static void tokens(kvp_pool *pool)
+{
+    const uint8_t secret[KVP_SECRET_BYTES] = {1};
+    const uint32_t token[40] = {1, 2, 3};
+    struct kvp_chain whole = {0}, again = {0};
+    struct kvp_key made[20], found[20];
+    uint32_t number[2];
+    uint64_t ref[2];
+    struct kvp_hold *hold = kvp_hold_new(pool, 0, 20);
+
+    IS(kvp_keys(a_hash, secret, token, 20, 2, &whole, made), KVP_OK);
+    IS(kvp_reserve(pool, 0, 2, number), KVP_OK);
+    IS(kvp_publish(pool, 0, number, made, 2, ref), 2);
+    IS(kvp_hold_match_tokens(hold, a_hash, secret, token, 20, 0, &again, found), KVP_E_INVALID);
+    IS(kvp_hold_match_tokens(hold, a_hash, secret, token, 20, 2, &again, found), 2);
+    IS(memcmp(made, found, sizeof made), 0);
+    IS(memcmp(&whole, &again, sizeof whole), 0);
+    IS(hold->refs[0] == ref[0] && hold->refs[1] == ref[1] && hold->refs[2] == 0, 1);
+    kvp_hold_end(hold);
+    IS(kvp_remove(pool, 0, made, 2), 2);
+}
+
 static void looking(kvp_pool *pool)
 {
     struct kvp_info info;
@@ -269,6 +292,7 @@ static void ask_wrongly(void *argument)
     by_copy(pool);
     pins(pool);
     chains();
+    tokens(pool);
     looking(pool);
     handles(pool);
     hosts(pool);
