@@ -100,7 +100,8 @@ static int used_in(const struct kvp_entry *entry)
  * group more than the other: so groups stay whole, and hardly any key has to stand elsewhere. */
 static struct kvp_entry *place(const kvp_pool *pool, const struct kvp_key *key, uint64_t *at)
 {
-    uint64_t better = used_in(home(pool, key, 1)) / GROUP < used_in(home(pool, key, 0)) / GROUP;
+    int used = used_in(home(pool, key, 0));
+    uint64_t better = used >= GROUP && used_in(home(pool, key, 1)) / GROUP < used / GROUP;
     struct kvp_entry *empty = NULL;
 
     for (uint64_t i = 0; i < KVP_GROUP_HOMES + KVP_DEPTH_MAX && !empty; i++) {
