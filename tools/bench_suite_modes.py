@@ -92,7 +92,7 @@ def replay_row(effort: Effort) -> Row:
             return (time.perf_counter_ns() - start) / 1e3 / RECORDS
 
         spent, bound = in_turn(effort.samples(200), replay, read)
-    return Row.of(f"replay of {RECORDS} records, new keys", "us/record", spent, bound)
+    return Row.of(f"replay of {RECORDS} records, to reading them", "us/record", spent, bound)
 
 
 def mode_rows(effort: Effort) -> Iterator[Row]:
