@@ -14,8 +14,8 @@ from os import cpu_count
 
 import explorer_build as explorer
 
-# From cheap to thorough; the first that notices ends the search for a site. Numbers of runs, not times, so that the outcome
-# is the same on every machine.
+# From cheap to thorough; the first that notices ends the search for a site. Numbers of runs, not times, so that the
+# outcome is the same on every machine.
 STAGES: tuple[tuple[str, ...], ...] = (
     ("random=3000",),
     ("random=30000", "seed=2"),
