@@ -193,7 +193,7 @@ static void kept_setup(void)
     world_spawn(owner, put_others, 0);
 }
 const struct ex_scenario scenario_kept = {.name = "kept", .what = "a block that its maker goes on reading, while another worker evicts",
-                                          .setup = kept_setup, .check = check, .preemptions = 3, .events = 2};
+                                          .setup = kept_setup, .check = check, .preemptions = 2};
 
 /* ---- keys that do not fit the homes of their group ---- */
 
