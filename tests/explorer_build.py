@@ -26,7 +26,8 @@ EXPLORED = [
 ]
 # What a site may be without; words are loaded and stored by all of the code.
 ORDERING = ("write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence")
-KINDS = (*ORDERING, "lines_end", "lines_note", "cas", "change")
+BATCHED = ("lines_end", "lines_note")
+KINDS = (*ORDERING, *BATCHED, "cas", "change")
 MACRO = re.compile(
     r"\b(?:nc_(write_back|invalidate|write_fence|read_fence|full_fence)|(co)_full_fence|kvp_(lines_end|lines_note)|"
     r"(?:nc|co)_(cas)(?:32)?|co_(exchange|add|or|and)(?:32)?)\s*\("

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpool
+from kvpool.keys import KeyMaker
 
 GOLDEN = {
     "": "ed36fcf84e3751fa5d346397abd3e55d",
@@ -146,3 +147,13 @@ def test_no_keys_collide(identity):
 def test_groups_of_eight_share_a_hint(identity):
     hints = [key[:4] for key in keys_of(identity, range(16 * 24))]
     assert [hints[i] == hints[i - 1] for i in range(1, 24)] == [i % 8 != 0 for i in range(1, 24)]
+
+
+def test_names_are_bound_as_tokens_are(identity):
+    maker = KeyMaker(identity, "a")
+    keys = maker.named(["one", b"two", "one"])
+    assert keys[0] == keys[2] != keys[1]
+    assert keys.chain is None
+    others = [KeyMaker(identity, "b"), KeyMaker(dataclasses.replace(identity, revision="2"), "a")]
+    assert not {key for maker in others for key in maker.named(["one", "two"])} & set(keys)
+    assert len(maker.named([])) == 0

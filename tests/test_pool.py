@@ -1,6 +1,9 @@
 """The public API on one pool, in one process and over several."""
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -28,6 +31,111 @@ def test_match_is_the_longest_prefix(ns):
     with ns.match(keys) as hit:
         assert len(hit) == 7
     assert ns.contains(keys).tolist() == [True] * 7 + [False] * 2 + [True] * 11
+
+
+def test_blocks_may_get_their_keys_at_the_end(ns):
+    keys = ns.named(["some", "names"])
+    with ns.reserve(2) as new:
+        for key, view in zip(keys, new.views, strict=True):
+            view[:] = payload(key)
+        for wrong in (None, keys[:1], []):
+            with pytest.raises(kvpool.InvalidArgument, match="one key per block"):
+                new.publish(wrong)
+        assert new.publish(keys) == 2
+    with ns.match(keys) as hit:
+        assert [bytes(view) for view in hit.views] == [bytes(payload(key)) for key in keys]
+    with ns.reserve(0) as new:
+        assert new.publish() == 0
+    with pytest.raises(kvpool.InvalidArgument):
+        ns.reserve(-1)
+
+
+def test_what_is_published_pinned_stays(pool, ns, identity, rack, uri):
+    keys = ns.keys(range(16 * 8))
+    with ns.reserve(keys) as new:
+        for key, view in zip(keys, new.views, strict=True):
+            view[:] = payload(key)
+        hit = new.publish_pinned()
+    assert len(hit) == 8
+    assert np.array_equal(hit.refs, ns.lookup(keys))
+    with rack.open(uri) as other:
+        assert other.evict(64) == 0
+    assert pool.evict(64) == 0
+    assert [bytes(view) for view in hit.views] == [bytes(payload(key)) for key in keys]
+    hit.release()
+    assert pool.evict(64) == 8
+    assert rack.report().pins == 0
+
+
+def test_a_block_that_lost_is_not_pinned(pool, ns, rack):
+    keys = ns.keys(range(32))
+    with ns.reserve(keys) as new:
+        fill(ns, keys[:1])
+        new.views[0][:] = 7
+        hit = new.publish_pinned()
+        assert new.is_open
+        pool.evict(64)
+        fill(ns, ns.keys(range(1000, 1000 + 16 * 62)))
+        assert (pool.tensor()[new.blocks[0]] == 7).all()  # still ours
+        with pytest.raises(kvpool.OutOfRange):
+            new.publish()
+    assert hit.refs[0] == 0
+    assert hit.refs[1] != 0
+    assert hit.blocks[0] == 0xFFFFFFFF
+    assert rack.report().pins == 1
+    hit.release()
+
+
+def test_no_pins_for_a_publication(make_pool, identity):
+    pool = make_pool(blocks=4096)
+    ns = pool.namespace(identity)
+    slots = pool.info["pin_slots"]
+    assert slots < 4096
+    with ns.reserve(ns.keys(range(16 * (slots + 1)))) as new:
+        with pytest.raises(kvpool.NoPins):
+            new.publish_pinned()
+        assert new.is_open
+        assert not ns.contains(new.keys and ns.keys(range(16))).any()
+        assert new.publish() == slots + 1
+    assert pool.check().pins == 0
+
+
+def test_nobody_evicts_what_is_being_published_pinned(make_pool, identity, uri):
+    """Another process takes and scribbles over all it can, all the time; what is published pinned keeps its bytes."""
+    pool = make_pool(blocks=32)
+    ns = pool.namespace(identity)
+    program = """
+        import sys, kvpool
+        with kvpool.open(sys.argv[1]) as pool:
+            ns = pool.namespace(kvpool.Identity(model="x", revision="1", dtype="x", layout="x"))
+            print(flush=True)
+            while True:
+                pool.evict(32)
+                for count in (20, 4):
+                    try:
+                        with ns.reserve(count, timeout=0) as new:
+                            for view in new.views:
+                                view[:] = 255
+                    except kvpool.PoolFull:
+                        pass
+    """
+    child = subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(program), uri], stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        for turn in range(1000):
+            keys = ns.named([f"{turn}/{i}" for i in range(4)])
+            with ns.reserve(4) as new:
+                for view in new.views_as(np.uint64):
+                    view[:] = turn
+                with new.publish_pinned(keys) as hit:
+                    pool.check()  # takes a while
+                    assert all((view == turn).all() for view in hit.views_as(np.uint64))
+                    # while the other has one locked it is a miss
+                    assert eventually(lambda keys=keys, hit=hit: np.array_equal(ns.lookup(keys), hit.refs))
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_nothing_is_visible_before_publish(ns):

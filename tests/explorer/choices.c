@@ -97,6 +97,11 @@ unsigned ex_choose(unsigned n)
     return choice->pick;
 }
 
+int ex_trail_depth(void)
+{
+    return depth;
+}
+
 void ex_trail_print(FILE *out)
 {
     const char *comma = "";

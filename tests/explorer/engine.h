@@ -164,6 +164,7 @@ void ex_trail_rewind(void);
 /* Go on to the next run of the search: 0 when there is none. */
 int ex_trail_next(void);
 int ex_trail_new(void); /* look up the state here? */
+int ex_trail_depth(void); /* choices made in this run */
 void ex_trail_print(FILE *out);
 void ex_states_forget(void);
 uint64_t ex_states_count(void);

@@ -147,6 +147,32 @@ static void reader_fenced_setup(void)
 const struct ex_scenario scenario_reader_fenced = {.name = "reader-fenced", .what = "the same, and it is fenced while it comes back",
                                           .setup = reader_fenced_setup, .seconds = 60};
 
+/* It had pinned eight blocks of its own before, so that its pin of host 0's block lies in another line than the first one of
+ * its next life. */
+static void busy_reborn_setup(void)
+{
+    uint32_t number[6];
+    uint64_t ref;
+
+    owner = world_make(&(struct world_request){.blocks = 1, .hosts = 3, .workers = 2});
+    kvp_reserve(owner, 0, 6, number); /* of 8 blocks */
+    other = world_join(1);
+    world_put(owner, 0, 2);
+    for (uint32_t k = 16; k < 24; k++) {
+        struct kvp_key key = world_key(k);
+        EX_CHECK(world_put(other, k, 1) == 1 && kvp_match(other, 0, &key, 1, &ref) == 1, "host 1 has 8 blocks");
+    }
+    kvp_pool_follow(other);
+    kvp_pool_follow(owner);
+    world_time_ns += 100 * SECOND;
+    world_spawn(other, use_one, 0);
+    world_spawn(world_join(0), reset_reader, 0);
+    world_spawn_machine(3, return_and_use, EX_ON_CRASH);
+    world_spawn(owner, must_evict, EX_LAST);
+}
+const struct ex_scenario scenario_busy_reborn = {.name = "busy-reborn", .what = "a host is reset that has pinned much, and comes back",
+                                        .setup = busy_reborn_setup, .seconds = 60};
+
 /* ---- an owner comes back while others read it ---- */
 
 static void return_only(void *none)

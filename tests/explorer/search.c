@@ -150,7 +150,8 @@ static void search_random(const struct ex_scenario *scenario, const struct reque
             continue;
         result->runs++;
         result->steps += (uint64_t)ex.steps;
-        if (ex.failed)
+        result->complete = !ex.failed && ex_trail_depth() == 0; /* nothing to choose: there is one run */
+        if (ex.failed || result->complete)
             return;
     }
 }
