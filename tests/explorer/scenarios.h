@@ -15,7 +15,7 @@ extern const struct ex_scenario scenario_damage, scenario_open_damaged, scenario
 extern const struct ex_scenario scenario_making, scenario_removing, scenario_remove_used, scenario_remove_silent, scenario_remaking;
 extern const struct ex_scenario scenario_returning, scenario_cut_off, scenario_asked;
 extern const struct ex_scenario scenario_class_lost, scenario_class_moved, scenario_class_race, scenario_class_border, scenario_class_unpinned, scenario_class_reserved, scenario_class_free;
-extern const struct ex_scenario scenario_by_reference, scenario_by_copy, scenario_put_same, scenario_crowded;
+extern const struct ex_scenario scenario_by_reference, scenario_by_copy, scenario_put_same, scenario_kept, scenario_crowded;
 extern const struct ex_scenario scenario_watch_events, scenario_watch_local, scenario_watch_remote;
 extern const struct ex_scenario scenario_pin_refused, scenario_pin_idle, scenario_pin_crash, scenario_evict_crash;
 extern const struct ex_scenario scenario_join_worker, scenario_catch_up, scenario_remove_pinned;
