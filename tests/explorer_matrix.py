@@ -2,8 +2,8 @@
 
 python tests/explorer_matrix.py [--record] [--all] [NAME-PREFIX ...]
 
-Prints for each site the scenario that notices, and how it is run: the one of the table tests/explorer/matrix.txt, else the
-first that is found. --record writes the table. --all: also locked operations, which are done in two steps.
+Prints for each site the scenario that notices, and how it is run: the one of the table tests/explorer/matrix.txt, else
+the first that is found. --record writes the table. --all: also locked operations, which are done in two steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import native_build as build
 TABLE = explorer.HERE / "matrix.txt"
 # From cheap to thorough. Numbers of runs, not times, so that the outcome is the same on every machine.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("random=3000",),
-    ("random=30000", "seed=2"),
-    ("arm", "random=30000", "seed=3"),
-    ("pb=3", "ev=3", "prune", "ladder", "runs=500000"),
-    ("random=300000", "seed=4"),
+    ("random=3000", "pb=99", "ev=99"),
+    ("random=30000", "pb=99", "ev=99", "seed=2"),
+    ("pb=3", "ev=2", "prune", "ladder", "runs=500000"),
+    ("random=300000", "pb=99", "ev=99", "seed=4"),
 )
 WORKERS = cpu_count() or 1
 FUNCTION = re.compile(r"^(?:[a-z].*?\b)?(\w+)\([^;]*$")
@@ -59,7 +58,9 @@ def record(table: dict[str, Run]) -> None:
     lines = [
         f"{name:{width}}  {scenario:16} {' '.join(options)}" for name, (scenario, options) in sorted(table.items())
     ]
-    head = "# Without this line of code, this scenario fails, run like this. Written by tests/explorer_matrix.py --record."
+    head = (
+        "# Without this line of code, this scenario fails, run so. Written by tests/explorer_matrix.py --record."
+    )
     TABLE.write_text("\n".join([head, *lines]) + "\n")
 
 
