@@ -28,9 +28,9 @@ static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64
         arena->settle(arena->context, kvp_block(c, number));
         return nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_LIVE)), 0;
     }
+    arena->forget(arena->context, kvp_block(c, number));
     if (KVP_MANY_HOSTS && kvp_word_state(word) == KVP_OWN)
         kvp_block_end(arena, c, number);
-    arena->forget(arena->context, kvp_block(c, number));
     KVP_CRASH_POINT("recover.forgotten");
     /* A new generation: the dead may have shown a reference to the publication that it did not finish. */
     if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_FREE)))
@@ -97,9 +97,6 @@ static uint64_t recover_words(struct kvp_arena *arena, uint32_t c, uint32_t firs
         if (is_held(word, dead)) /* still: of a dead that called exec another thread may run */
             freed += (uint64_t)put_back(arena, c, number, word);
     }
-    for (uint32_t number = first; KVP_MANY_HOSTS && number < end; number += 8)
-        if (kvp_is_ours(arena, c, number)) /* lines that the dead left right but not written back are written back too */
-            nc_write_back(&class->words[number], 8);
     return freed;
 }
 
@@ -110,6 +107,15 @@ static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead
     for (uint32_t first = 0; first < arena->class[c].blocks; first += 64)
         freed += recover_words(arena, c, first, dead);
     return freed;
+}
+
+/* Lines that the dead left right but not written back are written back too. So are all when a worker leaves, perhaps the last. */
+static void write_words_back(struct kvp_arena *arena)
+{
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (uint32_t number = 0; number < arena->class[c].blocks; number += 8)
+            if (kvp_is_ours(arena, c, number))
+                nc_write_back(&arena->class[c].words[number], 8);
 }
 
 static void recover_pins(struct kvp_arena *arena, uint32_t dead)
@@ -134,6 +140,8 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
     if (KVP_MANY_HOSTS)
         kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
+    if (KVP_MANY_HOSTS)
+        write_words_back(arena);
     recover_pins(arena, dead);
     /* Records that the dead had not written back: who reads this log would wait for the last one for ever. */
     nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import platform
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import explorer_build as explorer
 import explorer_coverage as coverage
+import explorer_matrix as matrix
 import native_build as build
 import pytest
 
@@ -82,3 +84,15 @@ def test_the_scenarios_pass_nearly_every_line():
     print(missed)
     assert len(lines) >= 20
     assert coverage.share(lines) >= COVERAGE_MIN, missed
+
+
+@pytest.mark.timeout(1800)
+def test_no_write_back_invalidate_or_fence_can_go():
+    """Without any of them the scenario that tests/explorer/matrix.txt names fails; with all of them it holds."""
+    kinds = (*explorer.ORDERING, *explorer.BATCHED)
+    sites = {name: site for name, site in matrix.names().items() if site.rsplit(":", 1)[1] in kinds}
+    table = matrix.recorded()
+    assert set(table) == set(sites), "the code has changed: python tests/explorer_matrix.py --record"
+    with ThreadPoolExecutor(matrix.WORKERS) as pool:
+        noticed = dict(zip(sites, pool.map(lambda name: matrix.notices(table[name], sites[name]), sites), strict=True))
+    assert [name for name in sites if not noticed[name]] == []

@@ -22,7 +22,7 @@ enum {
 enum entry_kind { STORE, WRITE_BACK, INVALIDATE, FENCE };
 struct entry {
     uint32_t at;            /* byte in ex_memory */
-    uint8_t kind, bytes, locked; /* locked: of a locked operation that nobody may come between */
+    uint8_t kind, bytes;
     uint64_t value;
 };
 
@@ -87,7 +87,6 @@ struct engine {
     int idle;               /* every spinner has looked again since memory last changed */
     struct budgets limit, left;
     int two_writers, dirty_invalidate; /* allowed */
-    int arm;                /* as in the request */
     void (*died_hook)(int thread);
     uint8_t resets;         /* known: hosts that are reset by order, as bits */
     uint8_t death_shows;    /* known: a living thread may see whether another one is dead */
@@ -184,7 +183,6 @@ struct request {
     uint64_t runs;          /* stop after so many; 0: do not */
     uint64_t random;        /* runs with random choices, instead of a search */
     uint64_t seed;
-    int arm;                /* the store of a locked operation may be later than the loads that follow it */
     int prune;              /* skip states seen before */
     int ladder;             /* fewer preemptions first: the shortest counterexample */
     const char *replay;     /* a trail, and what was known when it was recorded */

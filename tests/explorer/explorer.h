@@ -9,8 +9,7 @@
  *    older stores to the same line and for an older write fence, and for nothing else. A write fence orders later
  *    stores, write-backs and invalidates; no load waits for it. A read fence completes invalidates; it does not wait
  *    for stores. A full fence empties the buffer; a host fence, and each locked operation, empties it of stores (x86
- *    waits for write-backs and invalidates there, too; arm64 does not). With the option `arm` the store of a locked
- *    operation may be late; nobody changes that word before, and older stores are not later than it.
+ *    waits for write-backs and invalidates there, too; arm64 does not).
  *  - Each host has a write-back cache of 64-byte lines over non-coherent memory. Any dirty line may be evicted, any
  *    clean line dropped, any line fetched early, at any moment where that makes a difference.
  *  - A worker dies at any step; its host's cache lives on. A host dies at any step; each dirty line is then flushed

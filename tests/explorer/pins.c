@@ -206,3 +206,28 @@ static void evict_crash_setup(void)
 const struct ex_scenario scenario_evict_crash = {.name = "evict-crash", .what = "a worker dies while it evicts what another host pins",
                                         .setup = evict_crash_setup, .check = pin_check, .died = world_died, .crashes = 1,
                                         .seconds = 10};
+
+/* ---- a block that was filled through a view ---- */
+
+static void put_view(void *pool)
+{
+    kvp_pool *mine = pool;
+    struct kvp_key key = world_key(2);
+    uint32_t number;
+    uint64_t ref;
+
+    if (kvp_reserve(mine, 0, 1, &number) != KVP_OK)
+        return;
+    nc_store((nc_u64 *)(void *)kvp_block_data(&mine->arena, kvp_block(0, number)), world_content(2, 0));
+    EX_CHECK(kvp_publish(mine, 0, &number, &key, 1, &ref) == 1, "a reserved block cannot be published");
+}
+
+static void view_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_view, 0);
+    world_spawn(reader, use_twice, 0);
+    finish();
+}
+const struct ex_scenario scenario_view = {.name = "view", .what = "a host publishes what it has filled through a view, another one reads",
+                                 .setup = view_setup, .check = pin_check, .seconds = 10};

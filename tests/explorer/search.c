@@ -176,7 +176,6 @@ struct result ex_search(const struct ex_scenario *scenario, const struct request
     prepare(scenario);
     if (!request->replay)
         learn(scenario, request);
-    ex.arm = request->arm;
     ex.hashing = request->prune && !request->random && !request->replay;
     ex.limit = request->limit;
     if (request->replay) {
