@@ -15,7 +15,7 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_damage, &scenario_open_damaged, &scenario_plan,
     &scenario_making, &scenario_removing, &scenario_remove_used, &scenario_remove_silent, &scenario_remaking,
     &scenario_returning, &scenario_cut_off, &scenario_asked,
-    &scenario_class_lost, &scenario_class_moved, &scenario_class_race, &scenario_class_border, &scenario_class_unpinned, &scenario_class_reserved, &scenario_class_free,
+    &scenario_class_lost, &scenario_class_lost_two, &scenario_class_moved, &scenario_class_race, &scenario_class_border, &scenario_class_unpinned, &scenario_class_reserved, &scenario_class_free,
     &scenario_by_reference, &scenario_by_copy, &scenario_put_same, &scenario_kept, &scenario_crowded,
     &scenario_watch_events, &scenario_watch_local, &scenario_watch_remote,
     &scenario_pin_refused, &scenario_pin_idle, &scenario_pin_crash, &scenario_evict_crash,
