@@ -23,6 +23,7 @@ TABLE = explorer.HERE / "matrix.txt"
 STAGES: tuple[tuple[str, ...], ...] = (
     ("random=3000", "pb=99", "ev=99"),
     ("random=30000", "pb=99", "ev=99", "seed=2"),
+    ("lazy", "random=30000", "pb=99", "ev=99", "seed=3"),
     ("pb=3", "ev=2", "prune", "ladder", "runs=500000"),
     ("random=300000", "pb=99", "ev=99", "seed=4"),
 )

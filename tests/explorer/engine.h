@@ -9,7 +9,7 @@
 
 enum {
     WORDS = EX_LINES * EX_LINE / 8,
-    BUFFER = 16,            /* entries of a store buffer; a full one empties itself */
+    BUFFER = 64,            /* entries of a store buffer; a full one empties itself */
     STACK_BYTES = 64 << 10,
     STEPS_MAX = 100000,     /* of a run: beyond it something does not end */
     TRAIL_MAX = 1 << 16,
@@ -87,6 +87,7 @@ struct engine {
     int idle;               /* every spinner has looked again since memory last changed */
     struct budgets limit, left;
     int two_writers, dirty_invalidate; /* allowed */
+    int lazy;               /* as in the request */
     void (*died_hook)(int thread);
     uint8_t resets;         /* known: hosts that are reset by order, as bits */
     uint8_t death_shows;    /* known: a living thread may see whether another one is dead */
@@ -183,6 +184,7 @@ struct request {
     uint64_t runs;          /* stop after so many; 0: do not */
     uint64_t random;        /* runs with random choices, instead of a search */
     uint64_t seed;
+    int lazy;               /* write-backs and invalidates are late whenever they may be */
     int prune;              /* skip states seen before */
     int ladder;             /* fewer preemptions first: the shortest counterexample */
     const char *replay;     /* a trail, and what was known when it was recorded */
