@@ -59,9 +59,7 @@ def record(table: dict[str, Run]) -> None:
     lines = [
         f"{name:{width}}  {scenario:16} {' '.join(options)}" for name, (scenario, options) in sorted(table.items())
     ]
-    head = (
-        "# Without this line of code, this scenario fails, run like this. Written by tests/explorer_matrix.py --record."
-    )
+    head = "# Without this line of code, this scenario fails, run like this. Written by tests/explorer_matrix.py --record."
     TABLE.write_text("\n".join([head, *lines]) + "\n")
 
 

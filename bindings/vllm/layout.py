@@ -117,7 +117,7 @@ def parts_of(layout: GroupLayout, tensors: Mapping[str, Tensor], blocks: int) ->
         if tensor.device.type != "cpu":
             raise InvalidArgument(
                 f"the cache of {name} is on {tensor.device}: this connector copies between memory of the host; for an "
-                "accelerator use vLLM's OffloadingConnector with kvpool.bindings.vllm.tier"
+                "accelerator use the PoolOffloadingConnector of kvpool.bindings.vllm.tier"
             )
         parts += _layer_parts(name, tensor, blocks, size, start)
     return Parts(parts)
