@@ -110,7 +110,7 @@ def test_in_place_statistics(first, models, uri):
 
 
 def test_an_engine_in_processes_of_its_own(make_client, models, uri):
-    """vLLM's default: the scheduler and its worker in another process. In place works there too."""
+    """vLLM's default on a CPU: the scheduler and its worker in a process each. In place falls back to copying."""
     outputs = []
     for mode in ("copy", "in-place"):
         client = make_client(VLLM_ENABLE_V1_MULTIPROCESSING="1")
@@ -118,6 +118,7 @@ def test_an_engine_in_processes_of_its_own(make_client, models, uri):
         client.engine(models("llama"), name, extra={"mode": mode, **SIZE})
         outputs += [client.generate(PROMPT)[0], client.generate(OTHER, PROMPT)[1]]
         assert outputs[-1]["cached"] == 896
+        assert ("also VLLM_ENABLE_V1_MULTIPROCESSING=0" in client.log()) == (mode == "in-place")
         client.close()
         demand_clean(name)
         import kvpool
