@@ -7,7 +7,7 @@ multiple of 64 bytes on, without the padding that vLLM may have between them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool.bindings.errors import InvalidArgument
@@ -16,7 +16,7 @@ from kvpool.namespace import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupLayout", "class_for", "group_layouts", "parts_of"]
+__all__ = ["GroupLayout", "group_layouts", "parts_of"]
 
 LINE = 64
 
@@ -61,17 +61,6 @@ def group_layouts(kv_cache_config: Any) -> list[GroupLayout | None]:
             GroupLayout(number, group.kv_cache_spec.block_size, tuple(group.layer_names), tuple(starts), tuple(sizes))
         )
     return layouts
-
-
-def class_for(block_bytes: int, classes: Sequence[int]) -> int:
-    """The pool's class with the smallest blocks that hold `block_bytes`. Raises `InvalidArgument` if there is none."""
-    fitting = [(size, number) for number, size in enumerate(classes) if size >= block_bytes]
-    if not fitting:
-        raise InvalidArgument(
-            f"a block of this engine has {block_bytes} bytes on each rank; the pool has blocks of "
-            f"{', '.join(map(str, classes))}: make it with --block {block_bytes}, or set the option size"
-        )
-    return min(fitting)[1]
 
 
 def _runs(tensor: Tensor, at: int) -> list[tuple[int, int, int]]:

@@ -235,11 +235,11 @@ class PoolOffloadingManager(OffloadingManager):
         """The blocks of all ranks, pinned."""
 
         def pinned(pool: kvpool.Pool) -> kvpool.Hit | None:
-            namespace = self.link.namespace(0)
+            namespace = self.link.namespace(pool, 0)
             refs = [int(namespace.lookup(_keys(ring, [key]))[0]) for ring in self._rings]
             return pool.pin(refs) if all(refs) else None
 
-        return self.link.call(None, pinned)
+        return self.link.run(pinned, None)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """HIT: it is pinned for the request."""

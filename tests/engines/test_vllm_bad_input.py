@@ -58,7 +58,7 @@ def test_another_engine_is_a_miss(first, models, truth, uri, what, changes):
 @pytest.mark.parametrize(
     ("extra", "changes", "reason"),
     [
-        ({}, {"dtype": "float32"}, "a block of this engine has 131072 bytes"),
+        ({}, {"dtype": "float32"}, "a block of this engine, on each rank, needs blocks of 131072 bytes"),
         ({"mode": "in-place"}, {}, "in place needs exactly"),
         ({"mode": "in-place", "quota": 0.05}, {}, "it would wait for ever"),
         ({"mode": "in-palce"}, {}, "one of copy, in-place"),
