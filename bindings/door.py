@@ -73,7 +73,7 @@ class Door:
         self.misses: Counter[str] = Counter()
         self._absences = 0
         self._opened, self._log = opened, log
-        self._pause = REOPEN_S if pause is None else pause
+        self._pause = pause
         self._lock = threading.Lock()
         self._closed = False
         self._next_try = 0.0
@@ -91,6 +91,9 @@ class Door:
             raise
         return pool
 
+    def _later(self) -> float:
+        return time.monotonic() + (REOPEN_S if self._pause is None else self._pause)
+
     @property
     def pool(self) -> kvpool.Pool | None:
         """The pool, or None while there is none; does not look for one."""
@@ -103,7 +106,7 @@ class Door:
             return pool
         with self._lock:
             if self._pool is None and not self._closed and time.monotonic() >= self._next_try:
-                self._next_try = time.monotonic() + self._pause
+                self._next_try = self._later()
                 try:
                     self._pool = self._checked(self._open())
                     self._log.warning("%s: it is there again", self.uri)
@@ -144,7 +147,7 @@ class Door:
             if self._pool is not pool:
                 return
             self._pool = None
-            self._next_try = time.monotonic() + self._pause
+            self._next_try = self._later()
         try:
             pool.close()
         except kvpool.Error as error:
