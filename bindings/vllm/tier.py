@@ -3,14 +3,15 @@
 `PoolTier` is a secondary tier: vLLM copies between the accelerator and its host memory, the tier between that and the
 pool. Works on any device that vLLM can offload from.
 
-    kv_connector="OffloadingConnector", kv_connector_extra_config={"spec_name": "TieringOffloadingSpec",
-        "cpu_bytes_to_use": ..., "secondary_tiers": [{"type": "PoolTier", "module_path": "kvpool.bindings.vllm.tier",
-        "uri": "shm:NAME"}]}
+    kv_connector="PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier",
+    kv_connector_extra_config={"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+        "secondary_tiers": [{"type": "PoolTier", "module_path": "kvpool.bindings.vllm.tier", "uri": "shm:NAME"}]}
 
 `PoolOffloadingSpec` has no tier in between: workers copy straight between their caches in host memory and the pool.
 
-    kv_connector="OffloadingConnector", kv_connector_extra_config={"spec_name": "PoolOffloadingSpec",
-        "spec_module_path": "kvpool.bindings.vllm.tier", "uri": "shm:NAME"}
+    kv_connector="PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier",
+    kv_connector_extra_config={"spec_name": "PoolOffloadingSpec", "spec_module_path": "kvpool.bindings.vllm.tier",
+        "uri": "shm:NAME"}
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -43,12 +45,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvpool
 from kvpool.bindings.errors import InvalidArgument
-from kvpool.bindings.vllm.identity import SNAPSHOT, KeyRing, instruction_set, weights_digest
+from kvpool.bindings.vllm.identity import KeyRing, total_identity
 from kvpool.bindings.vllm.link import PoolLink
 from kvpool.bindings.vllm.options import Options
 from kvpool.namespace import Parts
 
-__all__ = ["PoolOffloadingSpec", "PoolTier"]
+__all__ = ["PoolOffloadingConnector", "PoolOffloadingSpec", "PoolTier"]
 
 LINE = 64
 PAUSE_S = 0.0005
@@ -61,42 +63,41 @@ def _options(extra: Mapping[str, Any]) -> Options:
     return Options.of({name: value for name, value in extra.items() if name in known} or {})
 
 
-def _revision(name: str, options: Options) -> str:
-    snapshot = SNAPSHOT.search(f"{name}/")
-    if options.revision:
-        return options.revision
-    if snapshot:
-        return f"commit:{snapshot[1]}"
-    if Path(name).is_dir():
-        return weights_digest(Path(name))
-    raise InvalidArgument(f'which weights {name} stands for cannot be known: name them with the option "revision"')
+class PoolOffloadingConnector(OffloadingConnector):
+    """vLLM's own. While it makes its spec and tiers these can see the engine's whole configuration.
+
+    vLLM tells them neither the configuration of the network nor the quantization, on which every block depends.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with set_current_vllm_config(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
 
 
-def tier_identity(config: Any, options: Options, what: str, rank: int, ranks: int) -> kvpool.Identity:
-    """The total identity of what a rank offloads, from vLLM's OffloadingConfig."""
-    import vllm
+def _engine() -> Any:
+    """The engine's configuration. Raises `InvalidArgument` under another connector."""
+    found = get_current_vllm_config_or_none()
+    if found is None:
+        raise InvalidArgument(
+            "vLLM's OffloadingConnector does not say what the engine is: use kvpool's with kv_connector="
+            '"PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier"'
+        )
+    return found
 
-    name = config.model.name
+
+def tier_identity(engine: Any, config: Any, options: Options, what: str, rank: int, ranks: int) -> kvpool.Identity:
+    """The identity of what a rank offloads, from vLLM's VllmConfig and OffloadingConfig."""
     sizes = config.parallel
-    extra = {
-        "engine": f"vllm {vllm.__version__}",
-        "kvpool": kvpool.__version__,
+    told = {
         "what": what,
         "groups": repr([(group.tokens_per_block, group.layer_names) for group in config.groups]),
         "chunk": f"{config.cache.tokens_per_hash}x{config.cache.blocks_per_chunk}",
+        "hash": str(engine.cache_config.prefix_caching_hash_algo),
         "bytes": str(config.worker_kv_bytes_per_block),
         "parallel": f"{sizes.world_size}/{sizes.tp_size}/{sizes.pp_size}/{sizes.pcp_size}/{sizes.dcp_size}",
         "canonical": f"{config.canonical_layout}/{config.replicated_layout}",
     }
-    return kvpool.Identity(
-        model=options.model or ("local" if Path(name).is_dir() else name),
-        revision=_revision(name, options),
-        dtype=config.model.dtype,
-        layout=str(config.kv_cache_layout),
-        isa=instruction_set(None),
-        rank=(rank, ranks),
-        extra=tuple(extra.items()),
-    )
+    return total_identity(engine, options, str(config.kv_cache_layout), rank, ranks, told)
 
 
 def _keys(ring: KeyRing, keys: Iterable[Any]) -> bytes:
@@ -135,7 +136,7 @@ class PoolTier(SecondaryTierManager):
         self._rows = rows  # the parts have only its address
         self._parts = Parts([(rows.ctypes.data, size, size, 0)])
         self._bytes = size
-        identity = tier_identity(config, options, "chunks", 0, 1)
+        identity = tier_identity(_engine(), config, options, "chunks", 0, 1)
         self.link = PoolLink(options, identity, [size])
         groups = 1 + max(group.group_id for group in config.groups)
         self._ring = KeyRing(identity, options.tenant, groups)
@@ -221,9 +222,8 @@ class PoolBlocks(LoadStoreSpec):
 class PoolOffloadingManager(OffloadingManager):
     """The scheduler's side of `PoolOffloadingSpec`.
 
-    vLLM asserts that loads of its offloading succeed. So a block is pinned when it is found, until its load is
-    complete or
-    its request has ended.
+    vLLM asserts that loads of its offloading succeed. So a block is pinned when it is found, until its load is complete
+    or its request has ended.
     """
 
     def __init__(self, config: Any, options: Options, link: PoolLink, rings: Sequence[KeyRing]) -> None:
@@ -235,11 +235,11 @@ class PoolOffloadingManager(OffloadingManager):
         """The blocks of all ranks, pinned."""
 
         def pinned(pool: kvpool.Pool) -> kvpool.Hit | None:
-            namespace = self.link.namespace(0)
+            namespace = self.link.namespace(pool, 0)
             refs = [int(namespace.lookup(_keys(ring, [key]))[0]) for ring in self._rings]
             return pool.pin(refs) if all(refs) else None
 
-        return self.link.call(None, pinned)
+        return self.link.run(pinned, None)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """HIT: it is pinned for the request."""
@@ -402,6 +402,7 @@ class PoolOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self._engine = _engine()
         # A pool that has gone is not looked for again: block numbers of one must not meet the memory of another.
         self._options = dataclasses.replace(_options(config.extra_config), retry=FOR_EVER)
         if config.cache.blocks_per_chunk != 1:
@@ -418,7 +419,7 @@ class PoolOffloadingSpec(OffloadingSpec):
         self._worker: PoolOffloadingWorker | None = None
 
     def _identity(self, rank: int) -> kvpool.Identity:
-        return tier_identity(self.config, self._options, "blocks", rank, self._ranks)
+        return tier_identity(self._engine, self.config, self._options, "blocks", rank, self._ranks)
 
     def _ring(self, rank: int) -> KeyRing:
         groups = 1 + max(group.group_id for group in self.config.groups)

@@ -179,8 +179,7 @@ class WorkerSide:
 
     def take_stats(self) -> PoolStats | None:
         """Since the last time."""
-        self.stats.add("pool_failures", self.link.failures)
-        self.link.failures = 0
+        self.stats.add("pool_failures", self.link.take_failures())
         return self.stats.take()
 
     def close(self) -> None:
