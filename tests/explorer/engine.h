@@ -54,6 +54,7 @@ struct use {
 struct line {
     struct use use;
     uint8_t touched;        /* in this run */
+    uint8_t held;           /* by ex_hold */
     uint8_t remote;         /* known: more than one host touches it and somebody writes it. Others need no cache */
     uint8_t hosts;          /* that touched it in this run */
     uint8_t used;           /* known: somebody loads or stores a word of it. Elsewhere write-backs have nothing to do */
