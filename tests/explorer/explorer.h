@@ -30,7 +30,7 @@ enum {
     EX_LINE = 64,
     EX_LINES = 16384, /* of all regions together; a line that no run touches costs nothing */
     EX_HOSTS = 5,
-    EX_THREADS = 12,
+    EX_THREADS = 14,
     EX_GHOST_BYTES = 512,
 };
 

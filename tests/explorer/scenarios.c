@@ -10,7 +10,7 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_pin, &scenario_pin_after, &scenario_pin_batch, &scenario_pin_own, &scenario_copy, &scenario_copy_after,
     &scenario_publish, &scenario_follow_crash, &scenario_publish_crash, &scenario_joining, &scenario_lapped, &scenario_removal, &scenario_remove_race,
     &scenario_giving, &scenario_giving_pinned, &scenario_revoking, &scenario_giver_crash, &scenario_taker_crash,
-    &scenario_adopt, &scenario_adopt_read, &scenario_adopt_crash, &scenario_lost_reader, &scenario_moved, &scenario_reborn,
+    &scenario_adopt, &scenario_adopt_read, &scenario_adopt_crash, &scenario_lost_reader, &scenario_reborn,
     &scenario_arguments, &scenario_pin_all, &scenario_lru, &scenario_fifo, &scenario_lfu, &scenario_leaf,
     &scenario_damage, &scenario_open_damaged, &scenario_plan,
     &scenario_making, &scenario_removing, &scenario_remove_used, &scenario_remove_silent, &scenario_remaking,

@@ -9,7 +9,7 @@ extern const struct ex_scenario scenario_log_lapped, scenario_log_crash, scenari
 extern const struct ex_scenario scenario_pin, scenario_pin_after, scenario_pin_batch, scenario_pin_own, scenario_copy, scenario_copy_after;
 extern const struct ex_scenario scenario_publish, scenario_follow_crash, scenario_publish_crash, scenario_joining, scenario_lapped, scenario_removal, scenario_remove_race;
 extern const struct ex_scenario scenario_giving, scenario_giving_pinned, scenario_revoking, scenario_giver_crash, scenario_taker_crash;
-extern const struct ex_scenario scenario_adopt, scenario_adopt_read, scenario_adopt_crash, scenario_lost_reader, scenario_moved, scenario_reborn;
+extern const struct ex_scenario scenario_adopt, scenario_adopt_read, scenario_adopt_crash, scenario_lost_reader, scenario_reborn;
 extern const struct ex_scenario scenario_arguments, scenario_pin_all, scenario_lru, scenario_fifo, scenario_lfu, scenario_leaf;
 extern const struct ex_scenario scenario_damage, scenario_open_damaged, scenario_plan;
 extern const struct ex_scenario scenario_making, scenario_removing, scenario_remove_used, scenario_remove_silent, scenario_remaking;
