@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import kvpool
 
-__all__ = ["Door", "class_for", "pool_block_bytes"]
+__all__ = ["Door", "Misses", "class_for", "pool_block_bytes"]
 
 T = TypeVar("T")
 logger = logging.getLogger("kvpool")
@@ -47,6 +47,17 @@ def class_for(pool: kvpool.Pool, needed: int, what: str) -> int:
     return sizes.index(min(fitting))
 
 
+class Misses(Counter[str]):
+    """Errors that became misses, by name."""
+
+    def note(self, uri: str, error: Exception, log: logging.Logger = logger) -> None:
+        """Count one; the first of each kind is told."""
+        name = type(error).__name__
+        self[name] += 1
+        if self[name] == 1:
+            log.warning("%s: %s: %s; from now on this is a miss", uri, name, error)
+
+
 class Door:
     """A pool by its URI, opened at first use and again when it was replaced, closed or inherited by a fork.
 
@@ -70,7 +81,7 @@ class Door:
         refused at start.
         """
         self.uri, self.host = uri, host
-        self.misses: Counter[str] = Counter()
+        self.misses = Misses()
         self._absences = 0
         self._opened, self._log = opened, log
         self._pause = pause
@@ -120,11 +131,8 @@ class Door:
         return taken
 
     def miss(self, error: Exception) -> None:
-        """Count an error that became a miss; the first of each kind is told."""
-        name = type(error).__name__
-        self.misses[name] += 1
-        if self.misses[name] == 1:
-            self._log.warning("%s: %s: %s; from now on this is a miss", self.uri, name, error)
+        """An error has become a miss."""
+        self.misses.note(self.uri, error, self._log)
 
     def run(self, work: Callable[[kvpool.Pool], T], otherwise: T) -> T:
         """`work(pool)`, or `otherwise` if there is no pool or it raises an `Error`."""

@@ -16,9 +16,14 @@ from kvpool.namespace import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupLayout", "group_layouts", "parts_of"]
+__all__ = ["LINE", "GroupLayout", "group_layouts", "padded", "parts_of"]
 
 LINE = 64
+
+
+def padded(size: int) -> int:
+    """Bytes up to the next multiple of a line."""
+    return -(-size // LINE) * LINE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class GroupLayout:
     @property
     def block_bytes(self) -> int:
         """What a pool's block must have."""
-        return -(-(self.starts[-1] + self.sizes[-1]) // LINE) * LINE
+        return padded(self.starts[-1] + self.sizes[-1])
 
 
 def _page_bytes(spec: Any) -> int:
@@ -56,7 +61,7 @@ def group_layouts(kv_cache_config: Any) -> list[GroupLayout | None]:
         starts, at = [], 0
         for size in sizes:
             starts.append(at)
-            at += -(-size // LINE) * LINE
+            at += padded(size)
         layouts.append(
             GroupLayout(number, group.kv_cache_spec.block_size, tuple(group.layer_names), tuple(starts), tuple(sizes))
         )

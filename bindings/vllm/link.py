@@ -11,7 +11,7 @@ import kvpool
 from kvpool.bindings.door import Door, class_for, pool_block_bytes
 from kvpool.bindings.vllm.options import Options
 
-__all__ = ["PoolLink", "open_pool"]
+__all__ = ["PoolLink", "open_pool", "read_rows", "write_rows"]
 
 T = TypeVar("T")
 log = logging.getLogger("vllm.kvpool")  # below vLLM's own logger, so that it is shown where vLLM's are
@@ -39,6 +39,16 @@ def open_pool(options: Options, block_bytes: Sequence[int]) -> kvpool.Pool:
             except kvpool.Exists:
                 pass  # another engine was faster
         time.sleep(PAUSE_S)
+
+
+def read_rows(keys: bytes, parts: kvpool.Parts, rows: Any, namespace: kvpool.Namespace) -> Any:
+    """`Namespace.get_into_parts`, with the namespace last, for `PoolLink.group`."""
+    return namespace.get_into_parts(keys, parts, rows)
+
+
+def write_rows(keys: bytes, parts: kvpool.Parts, rows: Any, namespace: kvpool.Namespace) -> int:
+    """`Namespace.put_parts`, likewise: a full pool must not hold up the engine."""
+    return namespace.put_parts(keys, parts, rows, timeout=0)
 
 
 class PoolLink:

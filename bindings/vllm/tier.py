@@ -46,13 +46,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvpool
 from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.vllm.identity import KeyRing, total_identity
-from kvpool.bindings.vllm.link import PoolLink
+from kvpool.bindings.vllm.layout import LINE, padded
+from kvpool.bindings.vllm.link import PoolLink, read_rows, write_rows
 from kvpool.bindings.vllm.options import Options
 from kvpool.namespace import Parts
 
 __all__ = ["PoolOffloadingConnector", "PoolOffloadingSpec", "PoolTier"]
 
-LINE = 64
 PAUSE_S = 0.0005
 FOR_EVER = 1e6
 
@@ -60,7 +60,7 @@ FOR_EVER = 1e6
 def _options(extra: Mapping[str, Any]) -> Options:
     """Ours among the options of vLLM's offloading."""
     known = {field.name for field in dataclasses.fields(Options)}
-    return Options.of({name: value for name, value in extra.items() if name in known} or {})
+    return Options.of({name: value for name, value in extra.items() if name in known})
 
 
 class PoolOffloadingConnector(OffloadingConnector):
@@ -102,14 +102,6 @@ def tier_identity(engine: Any, config: Any, options: Options, what: str, rank: i
 
 def _keys(ring: KeyRing, keys: Iterable[Any]) -> bytes:
     return b"".join(ring.key(get_offload_group_idx(key), get_offload_block_hash(key)) for key in keys)
-
-
-def _write(keys: bytes, parts: Parts, rows: Any, namespace: kvpool.Namespace) -> int:
-    return namespace.put_parts(keys, parts, rows, timeout=0)
-
-
-def _read(keys: bytes, parts: Parts, rows: Any, namespace: kvpool.Namespace) -> Any:
-    return namespace.get_into_parts(keys, parts, rows)
 
 
 class PoolTier(SecondaryTierManager):
@@ -163,7 +155,7 @@ class PoolTier(SecondaryTierManager):
     def _store(self, job: Any) -> JobResult:
         start = time.perf_counter()
         rows = np.asarray(job.chunk_ids, np.uint64)
-        stored = self.link.group(-1, 0, partial(_write, _keys(self._ring, job.keys), self._parts, rows))
+        stored = self.link.group(-1, 0, partial(write_rows, _keys(self._ring, job.keys), self._parts, rows))
         took = time.perf_counter() - start
         return JobResult(job.job_id, stored >= 0, transfer_time=took, transfer_bytes=max(stored, 0) * self._bytes)
 
@@ -171,7 +163,7 @@ class PoolTier(SecondaryTierManager):
         start = time.perf_counter()
         rows, keys = np.asarray(job.chunk_ids, np.uint64), list(job.keys)
         nothing = np.zeros(len(keys), np.bool_)
-        got = self.link.group(nothing, 0, partial(_read, _keys(self._ring, keys), self._parts, rows))
+        got = self.link.group(nothing, 0, partial(read_rows, _keys(self._ring, keys), self._parts, rows))
         good = [key for key, is_good in zip(keys, got, strict=True) if is_good]
         return JobResult(
             job.job_id,
@@ -274,7 +266,7 @@ class PoolOffloadingManager(OffloadingManager):
         wanted = list(keys)
         missing = np.zeros(len(wanted), np.bool_)
         for ring in self._rings:
-            there = self.link.group(missing & False, 0, partial(_contains, _keys(ring, wanted)))
+            there = self.link.group(np.zeros_like(missing), 0, partial(_contains, _keys(ring, wanted)))
             missing |= ~there
         chosen = [key for key, is_missing in zip(wanted, missing, strict=True) if is_missing]
         return PrepareStoreOutput(keys_to_store=chosen, store_spec=PoolBlocks(list(chosen)), evicted_keys=[])
@@ -344,7 +336,7 @@ class PoolOffloadingWorker(OffloadingWorker):
         start, moved = time.perf_counter(), 0
         for group, span, rows in self._groups(source, spec):
             parts = self._parts[group]
-            stored = self.link.group(0, 0, partial(_write, _keys(self._ring, spec.keys[span]), parts, rows))
+            stored = self.link.group(0, 0, partial(write_rows, _keys(self._ring, spec.keys[span]), parts, rows))
             moved += stored * parts.row_bytes
         return TransferResult(job_id, True, moved, time.perf_counter() - start)  # what had no room is a miss later
 
@@ -353,7 +345,7 @@ class PoolOffloadingWorker(OffloadingWorker):
         for group, span, rows in self._groups(target, spec):
             parts = self._parts[group]
             nothing = np.zeros(len(rows), np.bool_)
-            got = self.link.group(nothing, 0, partial(_read, _keys(self._ring, spec.keys[span]), parts, rows))
+            got = self.link.group(nothing, 0, partial(read_rows, _keys(self._ring, spec.keys[span]), parts, rows))
             for i in np.flatnonzero(~got):
                 # Pinned, so its bytes stand, though the pool or the name was removed. The memory is still mapped.
                 self._copy(parts, int(rows[i]), spec.numbers[self._rank][span][int(i)])
@@ -390,7 +382,7 @@ def _canonical_parts(caches: Any, refs: Sequence[Any], block_bytes: int) -> Part
         if tensor.device.type != "cpu":
             raise InvalidArgument(f"the cache is on {tensor.device}: use TieringOffloadingSpec with a PoolTier")
         parts.append((tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), ref.page_size_bytes, at))
-        at += -(-ref.page_size_bytes // LINE) * LINE
+        at += padded(ref.page_size_bytes)
     made = Parts(parts)
     if made.reach > block_bytes:
         raise InvalidArgument(f"a block has {made.reach} bytes, {block_bytes} were expected")
@@ -412,7 +404,7 @@ class PoolOffloadingSpec(OffloadingSpec):
         self._ranks = int(config.parallel.world_size)
         # Layers start at multiples of a line: room for that.
         layers = max(len(group.layer_names) for group in config.groups)
-        self._block_bytes = -(-config.worker_kv_bytes_per_block // LINE) * LINE
+        self._block_bytes = padded(config.worker_kv_bytes_per_block)
         if config.worker_kv_bytes_per_block % (layers * LINE):
             self._block_bytes += layers * LINE
         self._manager: PoolOffloadingManager | None = None
