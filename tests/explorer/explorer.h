@@ -30,7 +30,7 @@ enum {
     EX_LINE = 64,
     EX_LINES = 16384, /* of all regions together; a line that no run touches costs nothing */
     EX_HOSTS = 5,
-    EX_THREADS = 12,
+    EX_THREADS = 14,
     EX_GHOST_BYTES = 512,
 };
 
@@ -97,6 +97,8 @@ void ex_private(void *p, uint64_t bytes);
 void ex_label(const void *p, uint64_t bytes, uint64_t unit, const char *name);
 /* The host has the lines of [p, p+bytes) in its cache, clean, from the start. */
 void ex_warm(int host, const void *p, uint64_t bytes);
+/* Write-backs of [p, p+bytes) are late whenever they may be, and take effect only when something waits for them. */
+void ex_hold(const void *p, uint64_t bytes);
 enum ex_flag {
     EX_CRASHABLE = 1,     /* the worker may die at any step */
     EX_HOST_CRASHABLE = 2, /* its host may die at any step */

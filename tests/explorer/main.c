@@ -16,6 +16,7 @@ static int usage(void)
          "  pb=N ev=N xb=N    preemptions, cache events, crashes (99: as many as there can be; pb and ev)\n"
          "  prune, noprune    skip states that were seen before, or do not\n"
          "  ladder            fewer preemptions first\n"
+         "  lazy              write-backs and invalidates are late whenever they may be\n"
 
          "  random=N seed=N   random runs instead\n"
          "  seconds=N runs=N  stop early\n"
@@ -108,6 +109,8 @@ static int read_option(const char *word, struct options *options)
     if (!value) {
         if (IS("prune"))
             return request->prune = 1;
+        if (IS("lazy"))
+            return request->lazy = 1;
         if (IS("ladder"))
             return request->ladder = 1;
         if (IS("passes"))

@@ -269,7 +269,7 @@ static void line_step(enum entry_kind kind, uint32_t line, struct ex_site *site)
     int has_effect = kind == WRITE_BACK ? copy->dirty : copy->valid;
     ex_trace(site, "%s the line of %s%s", kind == WRITE_BACK ? "write back" : "invalidate", ex_name_of(at),
              has_effect ? "" : ": nothing to do");
-    if (matter && (must_wait(thread, kind, at) || (has_effect && ex_event())))
+    if (matter && (must_wait(thread, kind, at) || (has_effect && (ex.lazy || (ex_line[line].held && kind == WRITE_BACK) || ex_event()))))
         put_in(kind, at, 0, 0);
     else if (kind == WRITE_BACK)
         ex_write_back_line(thread->host, line);
