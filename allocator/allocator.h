@@ -158,7 +158,8 @@ struct kvp_head {
     co_u64 unannounced;        /* 1: the other hosts have not been told of this start */
     co_u64 reserved2[6];       /* zero */
     co_u64 depth;              /* of the directory, 0 to KVP_DEPTH_MAX; only grows */
-    co_u64 reserved3[7];       /* zero */
+    struct kvp_gate gate;      /* of workers that wait for a publication; seldom written, unless one does */
+    co_u64 reserved3[6];       /* zero */
 };
 _Static_assert(offsetof(struct kvp_head, clock) == 64, "the clock is contended");
 _Static_assert(sizeof(struct kvp_head) == 192, "host memory is shared by builds");

@@ -341,6 +341,28 @@ uint64_t kvp_machine_id(void);
 /* Changes in a child after fork(); compare with the value at open. */
 uint64_t kvp_fork_count(void);
 
+/* ---- gate ---------------------------------------------------------------------------------------------
+ * Processes of one host sleep at it until something is published. Who publishes looks whether anybody has said that he
+ * sleeps: a load, and no system call if nobody has. Nothing rests on it: sleepers look again after a while.
+ */
+struct kvp_gate {
+    co_u32 turn;         /* changes each time that sleepers are woken: what they sleep on */
+    co_u32 sleepers;     /* 1: somebody sleeps, or is about to */
+};
+
+/* Say that we are about to sleep. Look after it, and then sleep on what this returns. */
+uint32_t kvp_gate_enter(struct kvp_gate *gate);
+/* Sleep until somebody publishes, at most so long. 0: a signal came. */
+int kvp_gate_sleep(struct kvp_gate *gate, uint32_t turn, uint64_t ns);
+void kvp_gate_wake(struct kvp_gate *gate);
+/* Something was published. */
+static inline void kvp_gate_open(struct kvp_gate *gate)
+{
+    co_known_fence(); /* Dekker with kvp_gate_enter: the publication is visible before we look who sleeps */
+    if (co_load32(&gate->sleepers))
+        kvp_gate_wake(gate);
+}
+
 /* ---- hosts -------------------------------------------------------------------------------------------
  * One slot per host, in the pool, written by that host alone. A host is present while its `beat` changes: each of its
  * workers' keepers sees to it. Others watch the beats and measure on their own CLOCK_MONOTONIC how long one has stood

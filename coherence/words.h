@@ -145,4 +145,12 @@ void kvp_fence_rmw(void);
 #endif
 #endif
 
+/* Between what makes a publication known on its host and a look who sleeps there. With many hosts the former is a locked
+ * operation (kvp_know), which on x86-64 is a full fence by itself. */
+#if KVP_MANY_HOSTS && defined(__x86_64__)
+#define co_known_fence() ((void)0)
+#else
+#define co_known_fence() co_full_fence()
+#endif
+
 #endif

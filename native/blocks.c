@@ -178,6 +178,7 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     for (uint32_t i = n; i-- > 0;) /* after the records: what we die before we know is found, and told, by our recovery */
         if (refs[i])
             kvp_know(pool, refs[i]);
+    kvp_gate_open(&pool->arena.head->gate);
     kvp_count(pool, KVP_COUNT_PUBLISHED, (uint64_t)published);
     return published;
 }

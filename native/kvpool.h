@@ -286,6 +286,10 @@ int kvp_keys(kvp_hash hash, const void *secret, const uint32_t *tokens, uint64_t
 int64_t kvp_match(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, uint64_t *refs);
 /* Which keys are present now: refs[i], or 0. Returns how many. Pins nothing. RANGE. */
 int64_t kvp_lookup(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, uint64_t *refs);
+/* Sleep until all of these keys are present, at most so long; a signal ends it early. Woken by publications on this host
+ * within microseconds; what other hosts publish is looked for each millisecond. Returns how many of the first keys are
+ * present. Pins nothing. RANGE. */
+int64_t kvp_wait(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, uint32_t timeout_ms);
 /* Tell the policy that these keys were used, in this order. */
 int64_t kvp_touch(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n);
 /* Pin by reference: the longest valid prefix; the references from there on become 0. RANGE, STALE, PINS. */

@@ -373,6 +373,7 @@ uint32_t kvp_follow_logs(kvp_pool *pool)
     }
     if (applied) {
         co_add(&pool->arena.head->learned, 1);
+        kvp_gate_open(&pool->arena.head->gate);
         kvp_count(pool, KVP_COUNT_REPLAYED, applied);
     }
     return applied;

@@ -23,6 +23,7 @@ __all__ = ["Namespace", "Parts"]
 
 T = TypeVar("T")
 WAIT_S = 1.0
+_TURN_S = 0.1  # then Python looks for signals that another thread took
 _BYTES, _POINTERS = ffi.typeof("char[]"), ffi.typeof("void *[]")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.02
 
@@ -99,6 +100,23 @@ class Namespace:
         hit = Hit(self.pool, self.block_class, len(array))
         hit.count = self._core.check(self._core.lib.kvp_hold_match_tokens(hit.held, self._hash, *arguments))
         return self._maker.made(arguments, array), hit
+
+    def wait(self, keys: KeysLike, timeout: float = WAIT_S) -> int:
+        """Sleep until all of `keys` are in the pool, for at most `timeout` seconds; how many of the first ones are.
+
+        A publication on this host wakes it within microseconds; what other hosts publish is looked for each
+        millisecond. Interruptible. Pins nothing: `match` follows.
+        """
+        pointer, count = key_buffer(keys)
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            turn_ms = int(1000 * min(max(left, 0), _TURN_S))
+            found = self._core.check(
+                self._core.lib.kvp_wait(self.pool.handle, self.block_class, pointer, count, turn_ms)
+            )
+            if found == count or left < 0.001:
+                return found
 
     def reserve(self, keys: KeysLike | int, *, timeout: float | None = None) -> Reservation:
         """Blocks to fill for `keys`: all or none, evicting in policy order. See `Reservation`.

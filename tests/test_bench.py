@@ -23,6 +23,8 @@ C_ROWS = {
     "alloc+free, burst of 2048, two processes (C)",
     "reserve+withdraw, 1 block (C)",
     "handoff to a spinning process (C)",
+    "handoff to a sleeping process (C)",
+    "publication that nobody waits for, the look (C)",
 } | {
     f"{verb} 1024 of {where} (C)"
     for verb in ("match", "lookup")

@@ -33,6 +33,33 @@ def test_match_is_the_longest_prefix(ns):
     assert ns.contains(keys).tolist() == [True] * 7 + [False] * 2 + [True] * 11
 
 
+def test_waiting_ends_with_the_last_key_or_with_the_time(ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys[:7])
+    assert ns.wait(keys, 0) == ns.wait(keys, 0.02) == 7
+    late = threading.Timer(0.1, fill, (ns, keys[7:]))
+    late.start()
+    assert ns.wait(keys, 60) == ns.wait(keys, 0) == 10
+    late.join()
+    assert ns.wait([], 0) == 0
+
+
+def test_a_publication_of_another_process_wakes_who_waits(ns, identity, uri, rack, python):
+    keys = ns.keys(range(160))
+    program = """
+        import sys, kvpool
+        from kvpool import Identity
+        with kvpool.open(sys.argv[1], host=int(sys.argv[3])) as pool:
+            ns = pool.namespace(eval(sys.argv[2]))
+            with ns.reserve(ns.keys(range(160))) as new:
+                new.publish()
+    """
+    other = threading.Timer(0.05, python, (program, uri, repr(identity), rack.next_host()))
+    other.start()
+    assert ns.wait(keys, 60) == 10
+    other.join()
+
+
 def test_blocks_may_get_their_keys_at_the_end(ns):
     keys = ns.named(["some", "names"])
     with ns.reserve(2) as new:

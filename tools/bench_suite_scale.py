@@ -5,25 +5,29 @@ The bound of a row is the same operation where it is smallest, so its ratio says
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 import kvpool
 from kvpool.bindings import core
-from kvpool.tools.bench_suite import Effort, Report, Row, Spread, spread
+from kvpool.tools.bench_suite import SEED, Effort, Report, Row, Spread, spread
 from kvpool.tools.bench_suite_core import elapsed_us, reserver
-from kvpool.tools.bench_suite_pool import CHAIN, STRIDE_MIN, World, make_pool, make_world
+from kvpool.tools.bench_suite_pool import CHAIN, IDENTITY, STRIDE_MIN, World, make_pool, make_world, random_tokens
 from kvpool.tools.children import children
 
 __all__ = ["run"]
 
-SIZES = (10**4, 10**5, 10**6)
+SIZES = (10**4, 10**5, 10**6, 10**7)  # the last: 3 GB
 WORKERS = (1, 2, 4, 8, 16)
 HOSTS = (1, 2, 4, 16, 64)
 SAMPLES, BATCH, SECONDS = 200, 64, 0.5
 BLOCK = 128 << 10
+HOST_BLOCKS = 1 << 15
 
 
 def find_us(world: World, samples: int) -> Spread:
@@ -100,12 +104,36 @@ def host_bytes(hosts: int) -> float:
     return float(layout[0] + layout[1]) / 10**6
 
 
-def host_rows() -> Iterator[Row]:
-    """Metadata by the number of hosts; 64 workers in all."""
+def time_hosts(hosts: int, samples: int) -> tuple[Spread, Spread]:
+    """Microseconds of a publication of a batch, and of following everybody's logs when there is nothing new."""
+    uri = f"shm:bench-hosts-{os.getpid()}"
+    sizes: Any = {"block": 4096, "blocks": HOST_BLOCKS, "workers": 64 // hosts or 1}
+    with kvpool.create(uri, mode="noncoherent", hosts=hosts, replace=True, **sizes) as pool:
+        try:
+            space, rng = pool.namespace(IDENTITY), np.random.default_rng(SEED)
+
+            def publish() -> float:
+                with space.reserve(space.keys(random_tokens(rng, BATCH))) as new:
+                    return elapsed_us(new.publish)[0]
+
+            published = spread(publish() for _ in range(samples))
+            return published, spread(elapsed_us(pool.follow)[0] for _ in range(samples))
+        finally:
+            kvpool.remove(uri, force=True)
+
+
+def host_rows(effort: Effort) -> Iterator[Row]:
+    """Time and metadata by the number of hosts; 64 workers in all. The other hosts are there in the format only."""
+    first = time_hosts(2, effort.samples(SAMPLES))
     for hosts in HOSTS:
         yield Row.of(f"metadata, 1e6 blocks, {hosts} hosts", "B/block", host_bytes(hosts), host_bytes(1))
+        if hosts == 1:
+            continue
+        spent = time_hosts(hosts, effort.samples(SAMPLES))
+        for name, each, bound in zip(("publish of 64", "follow, nothing new"), spent, first, strict=True):
+            yield Row.of(f"{name}, {hosts} hosts", "us", each, bound)
 
 
 def run(effort: Effort) -> Report:
     """All rows of the suite."""
-    return Report([*size_rows(effort), *worker_rows(effort), *host_rows()])
+    return Report([*size_rows(effort), *worker_rows(effort), *host_rows(effort)])

@@ -39,6 +39,8 @@ TARGETS = (
     Target("alloc+free, 1 block (Python)", 1.2),
     Target("alloc+free, batch of 64 (Python)", 6.0, "measured"),
     Target("handoff to a spinning process (C)", 1.6),
+    Target("handoff to a sleeping process (C)", 1.2),
+    Target("publication that nobody waits for, the look (C)", 30.0, "measured"),
     Target("put, noncoherent, 128 KiB, to coherent", 1.06),
     Target("put, noncoherent, 512 KiB, to coherent", 1.02),
     Target("put, noncoherent, 2 MiB, to coherent", 1.02),

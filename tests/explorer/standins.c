@@ -1,6 +1,8 @@
 /* standins.c -- what the explored part of the pool needs of the rest: mapping, host memory, keeper, payload copies. */
 #include "standins.h"
 
+#include <errno.h>
+#include <linux/futex.h>
 #include <stdarg.h>
 #include <string.h>
 
@@ -68,6 +70,34 @@ int standin_yield(void)
     if (standins_yielding)
         standins_yielding();
     return 0;
+}
+
+/* Who sleeps does nothing until the time is over, and so has no need of being woken; but it is remembered on what. */
+static struct sleep {
+    const co_u32 *on;
+    uint32_t value;
+} sleep_of[EX_THREADS];
+
+long standin_futex(const void *word, int operation, uint32_t value, const struct timespec *pause)
+{
+    struct sleep *own = &sleep_of[ex_me()];
+
+    if (operation == FUTEX_WAKE)
+        return 0;
+    *own = (struct sleep){co_load32((const co_u32 *)word) == value ? word : NULL, value};
+    errno = own->on ? ETIMEDOUT : EAGAIN;
+    if (own->on)
+        standins_pass((uint64_t)pause->tv_sec * 1000000000u + (uint64_t)pause->tv_nsec);
+    return -1;
+}
+
+int standins_asleep(void)
+{
+    int asleep = 0;
+
+    for (int t = 0; t < EX_THREADS; t++)
+        asleep += sleep_of[t].on && co_load32(sleep_of[t].on) == sleep_of[t].value;
+    return asleep;
 }
 
 /* A pool's identity is another one each time that this machine makes one. */
@@ -147,9 +177,11 @@ void standins_reset(void)
     device = NULL;
     memset(machine, 0, sizeof machine);
     memset(slept_ns, 0, sizeof slept_ns);
+    memset(sleep_of, 0, sizeof sleep_of);
     drawn = 0;
     ex_private(machine, sizeof machine);
     ex_private(slept_ns, sizeof slept_ns);
+    ex_private(sleep_of, sizeof sleep_of);
     ex_private(&drawn, sizeof drawn);
     ex_private(&standins_forks, sizeof standins_forks);
     world_time_ns = 1000000000u;

@@ -5,9 +5,11 @@
 #define _GNU_SOURCE /* as some of those files do, before the headers here decide otherwise */
 #endif
 #include <sched.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/random.h>
 #include <time.h>
+#include <unistd.h>
 
 void *standin_calloc(size_t n, size_t bytes);
 void *standin_realloc(void *old, size_t bytes);
@@ -15,6 +17,9 @@ int standin_sleep(const struct timespec *pause, struct timespec *left);
 int standin_yield(void);
 long standin_getrandom(void *p, size_t bytes);
 int standin_clock_gettime(clockid_t clock, struct timespec *out);
+long standin_futex(const void *word, int operation, uint32_t value, const struct timespec *pause);
+/* Threads that sleep on a futex that has not changed since. */
+int standins_asleep(void);
 
 #define malloc(bytes) standin_calloc(1, bytes)
 #define calloc(n, bytes) standin_calloc(n, bytes)
@@ -24,6 +29,7 @@ int standin_clock_gettime(clockid_t clock, struct timespec *out);
 #define nanosleep(...) standin_sleep(__VA_ARGS__)
 #define sched_yield() standin_yield()
 #define getrandom(p, bytes, flags) standin_getrandom((p), (bytes))
+#define syscall(number, word, operation, value, pause, ...) standin_futex((word), (operation), (uint32_t)(value), (pause))
 
 /* Write-backs of noted lines are sites where they are asked for, not where coherence.h does them. */
 #include "coherence/coherence.h"

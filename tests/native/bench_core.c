@@ -8,7 +8,7 @@
  * with what it bounds, and both are medians. Counts need the core compiled with -fsanitize-coverage=trace-pc.
  */
 #define _GNU_SOURCE
-#include "bench_world.h"
+#include "bench_handoff.h"
 
 /* ---- alloc and free ---- */
 
@@ -217,108 +217,6 @@ static void million_rows(uint32_t samples)
     free_world(world);
 }
 
-/* ---- handoff ---- */
-
-/* What the two processes share besides the pool: the line that goes to and fro in the bound. */
-struct shared {
-    co_u64 ball;
-    uint8_t pad[KVP_LINE - sizeof(co_u64)];
-    co_u64 ready;
-};
-
-struct player {
-    kvp_pool *pool;
-    struct shared *shared;
-    uint32_t *numbers;
-    uint32_t rounds;
-    int side;              /* 0 serves, 1 answers */
-};
-
-static struct kvp_key round_key(uint32_t round, int side)
-{
-    uint64_t digest = (round * 2ull + (uint64_t)side + 1) * 0x9e3779b97f4a7c15u;
-
-    return (struct kvp_key){digest >> 7, digest};
-}
-
-static void play_pool(struct player *player, uint32_t round, int side)
-{
-    struct kvp_key key = round_key(round, side);
-    double until = now_ns() + WAIT_S * 1e9;
-    uint64_t ref = 0;
-
-    if (side == player->side) {
-        must(kvp_publish(player->pool, 0, &player->numbers[round], &key, 1, &ref), "kvp_publish");
-        return;
-    }
-    for (uint32_t i = 1; kvp_lookup(player->pool, 0, &key, 1, &ref) != 1; i++)
-        if (i % 65536 == 0 && now_ns() > until)
-            fail("the other process does not answer");
-}
-
-static void play_line(struct player *player, uint32_t round, int side)
-{
-    uint64_t turn = round * 2ull + (uint64_t)side + 1;
-    double until = now_ns() + WAIT_S * 1e9;
-
-    if (side == player->side) {
-        co_store(&player->shared->ball, turn);
-        return;
-    }
-    for (uint32_t i = 1; co_load(&player->shared->ball) < turn; i++)
-        if (i % 65536 == 0 && now_ns() > until)
-            fail("the other process does not answer");
-}
-
-typedef void (*play)(struct player *player, uint32_t round, int side);
-
-static double time_round(struct player *player, uint32_t round, play play)
-{
-    double start = now_ns();
-
-    play(player, round, 0);
-    play(player, round, 1);
-    return (now_ns() - start) / 2; /* one way */
-}
-
-static void play_rounds(struct player *player, double *pool, double *line)
-{
-    player->numbers = memory(player->rounds * sizeof *player->numbers);
-    must(kvp_reserve(player->pool, 0, player->rounds, player->numbers), "kvp_reserve");
-    __atomic_add_fetch(&player->shared->ready.co64, 1, __ATOMIC_ACQ_REL);
-    while (co_load(&player->shared->ready) < 2)
-        ;
-    for (uint32_t round = 0; round < player->rounds; round++) {
-        pool[round] = time_round(player, round, play_pool);
-        line[round] = time_round(player, round, play_line);
-    }
-}
-
-static void handoff_row(uint32_t rounds)
-{
-    static double pool[SAMPLES_MAX], line[SAMPLES_MAX];
-    struct player player = {.pool = make_pool(4 * SAMPLES_MAX), .rounds = rounds < SAMPLES_MAX ? rounds : SAMPLES_MAX};
-
-    player.shared = mmap(NULL, KVP_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (player.shared == MAP_FAILED)
-        fail("no shared page");
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        player.side = 1;
-        must(kvp_pool_open(kvp_pool_uri(player.pool), 0, &player.pool), "kvp_pool_open");
-        play_rounds(&player, pool, line);
-        kvp_pool_free(player.pool);
-        _exit(0);
-    }
-    if (child < 0)
-        fail("cannot fork");
-    play_rounds(&player, pool, line);
-    waitpid(child, NULL, 0);
-    row("handoff to a spinning process (C)", "ns", pool, player.rounds, median(line, player.rounds), 1);
-    kvp_pool_free(player.pool);
-}
-
 /* ---- growth: operations, not time ---- */
 
 static __thread uint64_t operations;
@@ -502,12 +400,6 @@ static void alloc_suite(uint32_t samples)
     if (sysconf(_SC_NPROCESSORS_ONLN) > 1)
         pair_row(pool, samples);
     kvp_pool_free(pool);
-}
-
-static void handoff_suite(uint32_t samples)
-{
-    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
-        handoff_row(samples * TURN);
 }
 
 static const struct {
