@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,17 @@ def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
 
 
 _NUMBER: int = lib.KVP_BLOCKS_MAX
+_unpack, _buffer = ffi.unpack, ffi.buffer
 _SPARES_MAX = 64
 """How many released holds of a class and size wait for the next hit: making one costs more than a match."""
+
+
+def _bytes_of(refs: Any, count: int) -> bytes:
+    """References, as they are now."""
+    if count == 1:
+        return int(refs[0]).to_bytes(8, sys.byteorder)
+    copy: bytes = _buffer(refs, 8 * count)[:]
+    return copy
 
 
 class Hit:
@@ -47,7 +57,9 @@ class Hit:
     one that made it (in a forked child it is inert).
     """
 
-    __slots__ = ("__weakref__", "_blocks", "_box", "_pool", "_raw", "_refs", "_spares", "block_class", "count", "held")
+    __slots__ = (
+        "__weakref__", "_blocks", "_box", "_first", "_pool", "_raw", "_refs", "_spares", "block_class", "count", "held",
+    )  # fmt: skip
 
     def __init__(self, pool: Pool, block_class: int, capacity: int) -> None:
         self._pool = pool
@@ -57,13 +69,15 @@ class Hit:
         self._raw: bytes | None = None
         self._refs: NDArray[np.uint64] | None = None
         self._blocks: NDArray[np.uint32] | None = None
-        size = capacity.bit_length()
-        self._spares = pool.spares[block_class][size]
+        spares = self._spares = pool.spares[block_class][capacity.bit_length()]
         try:
-            self.held: Any = self._spares.pop()
+            made = spares.pop()
         except IndexError:
-            self.held = new_hold(pool, block_class, (1 << size) - 1)
-        self._box = [self.held]  # who takes it out releases it: one of two threads
+            held = new_hold(pool, block_class, (1 << capacity.bit_length()) - 1)
+            made = held, held.refs
+        self.held: Any = made[0]
+        self._first = made[1]  # of its references: reading the member costs as much as a reference
+        self._box = [made]  # who takes it out releases it: one of two threads
 
     def hold(self, count: int, *, holes: bool = False) -> Hit:
         """The first `count` references are pinned now, but for holes."""
@@ -80,8 +94,9 @@ class Hit:
         return self._refs
 
     def _bytes(self) -> bytes:
-        held, raw = self.held, self._raw  # in the reverse order of `release`
-        return bytes(ffi.buffer(held.refs, 8 * self.count)) if raw is None else raw
+        held, raw = self.held, self._raw  # in the reverse order of `release`; what is held is not freed
+        now = _bytes_of(self._first, self.count) if raw is None else raw
+        return now if self._raw is None else self._raw
 
     @property
     def blocks(self) -> NDArray[np.uint32]:
@@ -100,10 +115,12 @@ class Hit:
     @property
     def views(self) -> list[NDArray[np.uint8]]:
         """One read-only uint8 array per block, over the pool's memory. Valid while the hit is held."""
-        rows, held = self._pool.rows[self.block_class], self.held
-        if self._raw is None:
-            return [rows[ref & _NUMBER] for ref in ffi.unpack(held.refs, self.count)]
-        return [rows[number] for number in self.blocks.tolist()]
+        rows, held, first = self._pool.rows[self.block_class], self.held, self._first
+        if held is None or self._raw is not None:
+            return [rows[number] for number in self.blocks.tolist()]
+        if self.count == 1:
+            return [rows[first[0] & _NUMBER]]
+        return [rows[ref & _NUMBER] for ref in _unpack(first, self.count)]
 
     def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
         """One read-only array of `dtype` and `shape` (default: a whole block) per block, over the pool's memory."""
@@ -113,14 +130,15 @@ class Hit:
     def release(self) -> None:
         """Undo the pins. Idempotent."""
         try:
-            held = self._box.pop()
+            made = self._box.pop()
         except IndexError:
             return
-        self._raw = self._bytes()
+        if self._raw is None:
+            self._raw = _bytes_of(made[1], self.count)
         self.held = None
-        self._pool.core.lib.kvp_hold_clear(held)
+        self._pool.clear(made[0])
         if len(self._spares) < _SPARES_MAX:
-            self._spares.append(held)
+            self._spares.append(made)
 
     def __enter__(self) -> Hit:
         return self

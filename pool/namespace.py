@@ -85,7 +85,7 @@ class Namespace:
 
         With few pin slots left the prefix is as long as they reach; `NoPins` if there is none.
         """
-        pointer, count = key_buffer(keys)
+        pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
         hit = Hit(self.pool, self.block_class, count)
         found = self._match(hit.held, pointer, count)
         hit.count = found if found >= 0 else self._core.check(found)
@@ -148,13 +148,11 @@ class Namespace:
         seconds (default 1), `InvalidArgument` for buffers that do not fit.
         """
         pointer, count = key_buffer(keys)
+        put, handle, number = self._core.lib.kvp_put, self.pool.handle, self.block_class
         sources, array, length = _pointers(buffers, count, writable=False)
-        stored = patiently(
-            lambda: self._core.check(
-                self._core.lib.kvp_put(self.pool.handle, self.block_class, pointer, count, array, length)
-            ),
-            timeout,
-        )
+        stored: int = put(handle, number, pointer, count, array, length)
+        if stored < 0:  # nearly never: no clock is read, and no function made
+            stored = patiently(lambda: self._core.check(put(handle, number, pointer, count, array, length)), timeout)
         del sources
         return stored
 
@@ -167,11 +165,10 @@ class Namespace:
         pointer, count = key_buffer(keys)
         targets, array, length = _pointers(buffers, count, writable=True)
         got = np.empty(count, np.bool_)
-        self._core.check(
-            self._core.lib.kvp_read(
-                self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)
-            )
-        )
+        read = self._core.lib.kvp_read
+        found = read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got))
+        if found < 0:
+            self._core.check(found)
         del targets
         return got
 
@@ -303,6 +300,9 @@ def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bo
     if len(buffers) != count:
         raise InvalidArgument(f"{count} keys and {len(buffers)} buffers: one buffer per key")
     try:
+        if count == 1:
+            one = ffi.from_buffer(_BYTES, buffers[0], writable)
+            return [one], ffi.new(_POINTERS, [one]), len(one)
         held = [ffi.from_buffer(_BYTES, buffer, writable) for buffer in buffers]
     except (TypeError, ValueError, BufferError) as error:
         need = "contiguous, writable" if writable else "contiguous"

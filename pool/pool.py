@@ -71,7 +71,9 @@ class Pool:
         self.rows = [Rows(self.tensor(number)) for number in classes]
         """The blocks of each class by number, as read-only bytes. For `Hit`."""
         self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
-        """Empty holds of each class and size. For `Hit`."""
+        """Empty holds of each class and size, and where their references begin. For `Hit`."""
+        self.clear = core.lib.kvp_hold_clear
+        """For `Hit`."""
         self._answers = Answers()
 
     # ---- life ----
