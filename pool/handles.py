@@ -94,7 +94,7 @@ class Hit:
         return self._refs
 
     def _bytes(self) -> bytes:
-        held, raw = self.held, self._raw  # in the reverse order of `release`; what is held is not freed
+        _held, raw = self.held, self._raw  # in the reverse order of `release`; what is held is not freed
         now = _bytes_of(self._first, self.count) if raw is None else raw
         return now if self._raw is None else self._raw
 
