@@ -34,7 +34,6 @@ def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
     return core.ffi.gc(raw, core.lib.kvp_hold_end)
 
 
-_NUMBER: int = lib.KVP_BLOCKS_MAX
 _unpack, _buffer = ffi.unpack, ffi.buffer
 _SPARES_MAX = 64
 """How many released holds of a class and size wait for the next hit: making one costs more than a match."""
@@ -117,10 +116,10 @@ class Hit:
         """One read-only uint8 array per block, over the pool's memory. Valid while the hit is held."""
         rows, held, first = self._pool.rows[self.block_class], self.held, self._first
         if held is None or self._raw is not None:
-            return [rows[number] for number in self.blocks.tolist()]
+            return list(map(rows.__getitem__, self.refs.tolist()))
         if self.count == 1:
-            return [rows[first[0] & _NUMBER]]
-        return [rows[ref & _NUMBER] for ref in _unpack(first, self.count)]
+            return [rows[first[0]]]
+        return list(map(rows.__getitem__, _unpack(first, self.count)))
 
     def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
         """One read-only array of `dtype` and `shape` (default: a whole block) per block, over the pool's memory."""

@@ -35,18 +35,26 @@ Progress = Callable[[int, int], None]
 
 
 _SIZES, _ROWS_MAX = 33, 1 << 16
+_NUMBER: int = lib.KVP_BLOCKS_MAX
 
 
 class Rows(dict[int, "NDArray[np.uint8]"]):
-    """A view of each block that was looked at, up to a number: making one costs more than finding the block."""
+    """A view of each block that was looked at, by reference: making one costs more than finding the block."""
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
+        self._by_number: dict[int, NDArray[np.uint8]] = {}
 
-    def __missing__(self, number: int) -> NDArray[np.uint8]:
-        row: NDArray[np.uint8] = self._array[number]
-        if len(self) < _ROWS_MAX:
-            self[number] = row
+    def __missing__(self, ref: int) -> NDArray[np.uint8]:
+        number = ref & _NUMBER
+        row = self._by_number.get(number)
+        if row is None:
+            row = self._array[number]
+            if len(self._by_number) < _ROWS_MAX:
+                self._by_number[number] = row
+        if len(self) >= _ROWS_MAX:
+            self.clear()  # of publications that are long over
+        self[ref] = row
         return row
 
 
@@ -69,7 +77,7 @@ class Pool:
         self._arrays: dict[Any, NDArray[Any]] = {}
         classes = range(len(self._info["classes"]))
         self.rows = [Rows(self.tensor(number)) for number in classes]
-        """The blocks of each class by number, as read-only bytes. For `Hit`."""
+        """The blocks of each class by reference, as read-only bytes. For `Hit`."""
         self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
         """Empty holds of each class and size, and where their references begin. For `Hit`."""
         self.clear = core.lib.kvp_hold_clear

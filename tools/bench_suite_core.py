@@ -208,16 +208,16 @@ def lowest_reader(world: World, count: int) -> Callable[[], None]:
     """The same through the lowest calls, into a hold made before."""
     (keys, _), hold = world.any_keys(count).pointer, new_hold(world.pool, 0, count)
     rows, refs, unpack = world.pool.rows[0], hold.refs, ffi.unpack
-    match, clear, mask = lib.kvp_hold_match, lib.kvp_hold_clear, lib.KVP_BLOCKS_MAX
+    match, clear = lib.kvp_hold_match, lib.kvp_hold_clear
 
     def read_one() -> None:
         match(hold, keys, 1)
-        rows[refs[0] & mask]
+        rows[refs[0]]
         clear(hold)
 
     def read() -> None:
         found = match(hold, keys, count)
-        [rows[ref & mask] for ref in unpack(refs, found)]
+        list(map(rows.__getitem__, unpack(refs, found)))
         clear(hold)
 
     return read_one if count == 1 else read
