@@ -46,6 +46,8 @@ class Rows(dict[int, "NDArray[np.uint8]"]):
         self._by_number: dict[int, NDArray[np.uint8]] = {}
 
     def __missing__(self, ref: int) -> NDArray[np.uint8]:
+        if not ref:
+            raise IndexError("one of the blocks is not pinned: another stands under its key")
         number = ref & _NUMBER
         row = self._by_number.get(number)
         if row is None:

@@ -109,6 +109,8 @@ def test_a_block_that_lost_is_not_pinned(pool, ns, rack):
     assert hit.refs[0] == 0
     assert hit.refs[1] != 0
     assert hit.blocks[0] == 0xFFFFFFFF
+    with pytest.raises(IndexError, match="not pinned"):
+        hit.views  # noqa: B018
     assert rack.report().pins == 1
     hit.release()
 
