@@ -83,6 +83,7 @@ static int map_host(kvp_pool *pool, const uint8_t uuid[16], const struct kvp_lay
             return KVP_OK;
         if (fresh || again || co_load(&pool->arena.head->ready) != KVP_HEAD_READY) {
             memset(pool->host_mapping.base, 0, layout->host_bytes); /* its starter died, or we are it */
+            kvp_mapping_collapse(&pool->host_mapping);
             return start(pool);
         }
         /* Its host was fenced: those that still have it mapped keep it; we begin anew. */

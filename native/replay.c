@@ -20,7 +20,7 @@
 #include <sched.h>
 #include <time.h>
 
-enum { AHEAD = 16, PEEK = 2, ASK_AGAIN_NS = 3 * KVP_TICK_MS * 1000000 };
+enum { GROUP = 8, AHEAD_MIN = 16, AHEAD_MAX = KVP_MODE == KVP_EXPLORE ? 16 : 256, PEEK = 2, ASK_AGAIN_NS = 3 * KVP_TICK_MS * 1000000 };
 
 /* ---- the turn ---- */
 
@@ -308,13 +308,24 @@ static uint32_t tables_of(const kvp_pool *pool, uint32_t h)
     return (uint32_t)(tables < pool->arena.layout.workers ? tables : pool->arena.layout.workers);
 }
 
+/* Ask for what a later record will touch. A guess: it may not be written yet. The explorer has no caches of this kind. */
+static void ask_ahead(const kvp_pool *pool, const struct kvp_record *ring, uint64_t sequence, int is_fresh)
+{
+    const struct kvp_record *record = &ring[sequence & (pool->arena.layout.log_records - 1)];
+
+    if (KVP_MODE == KVP_EXPLORE || KVP_MODE == KVP_SIM || !is_fresh)
+        return;
+    uint64_t key[2] = {nc_load_relaxed(&record->word[1]), 0};
+    kvp_directory_ask(pool, key);
+}
+
 /* Read a ring to its end. *lapped: records were overwritten before we came. Returns how many were applied. */
 static uint32_t replay_ring(kvp_pool *pool, uint32_t h, uint32_t w, int *lapped)
 {
     const struct kvp_record *ring = kvp_ring(&pool->arena, h, w);
     uint64_t records = pool->arena.layout.log_records, word[3], newest = 0;
     co_u64 *position = position_of(pool, h, w);
-    uint32_t applied = 0;
+    uint32_t applied = 0, refreshed = 0, ahead = AHEAD_MIN;
     unsigned kind = 0;
 
     for (;;) {
@@ -329,12 +340,15 @@ static uint32_t replay_ring(kvp_pool *pool, uint32_t h, uint32_t w, int *lapped)
             *lapped = 1;
             return applied;
         }
+        ask_ahead(pool, ring, at + 1 + GROUP, applied + GROUP < refreshed);
         apply(pool, kind, word);
         KVP_CRASH_POINT("replay.applied");
         co_store(position, at + 1);
-        if (++applied % AHEAD == 1) {
-            kvp_log_refresh(ring, records, at + 2, AHEAD);
+        if (applied++ == refreshed) { /* the more there was, the more may follow: a fence costs as much as two records */
+            kvp_log_refresh(ring, records, at + 2, ahead);
             nc_read_fence(); /* the next records are read after they were dropped */
+            refreshed += ahead;
+            ahead = ahead < AHEAD_MAX ? 2 * ahead : ahead;
         }
     }
 }
