@@ -64,20 +64,20 @@ def size_rows(effort: Effort) -> Iterator[Row]:
 
 
 def reserve_for_a_while(uri: str, link: Connection) -> None:
-    """A worker: reserve and withdraw until the time is over; says how often."""
+    """A worker: reserve and withdraw until the time is over; says how often, and in how much processor time."""
     with kvpool.open(uri) as pool:
         pair = reserver(pool, BATCH)
         link.send(None)
         link.recv()
-        done, end = 0, time.perf_counter() + SECONDS
+        done, start, end = 0, time.thread_time_ns(), time.perf_counter() + SECONDS
         while time.perf_counter() < end:
             pair()
             done += BATCH
-        link.send(done)
+        link.send((done, time.thread_time_ns() - start))
 
 
 def worker_rows(effort: Effort) -> Iterator[Row]:
-    """Nanoseconds of a pair by all workers together."""
+    """Processor time of a pair: of one worker alone, and of many, who may hinder each other."""
     first = 0.0
     for workers in WORKERS[: 2 if effort.quick else None]:
         with (
@@ -88,9 +88,9 @@ def worker_rows(effort: Effort) -> Iterator[Row]:
                 link.recv()
             for link in links:
                 link.send(None)
-            each = SECONDS * 1e9 / sum(link.recv() for link in links)
-        first = first or each
-        yield Row.of(f"reserve+withdraw, batch of 64, {workers} processes together", "ns/block", each, first)
+            done, spent = map(sum, zip(*(link.recv() for link in links), strict=True))
+        first = first or spent / done
+        yield Row.of(f"reserve+withdraw, batch of 64, {workers} processes", "ns/block", spent / done, first)
 
 
 def host_bytes(hosts: int) -> float:
