@@ -241,7 +241,8 @@ def test_what_a_dead_worker_published_is_found_once_it_is_recovered(rack):
         machine.publish(0)
         there = [machine.command(index, "present", 3, LENGTH) for index in (1, 2)]
         live = machine.rack.report().blocks["live"]
-        assert there[0] == there[1] and bin(there[0]).count("1") == live
+        assert there[0] == there[1]
+        assert bin(there[0]).count("1") == live
         found.add(there[0])
         machine.teardown()
     assert len(found) > 2, "it always died before, or after, it had published"
