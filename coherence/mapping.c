@@ -479,6 +479,14 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
     return whole && madvise(mapping->base, whole, MADV_COLLAPSE) == 0;
 }
 
+void kvp_prefer_huge(void *memory, uint64_t bytes)
+{
+    uint64_t skipped = -(uintptr_t)memory & (KVP_HUGE_PAGE - 1);
+
+    if (bytes > skipped)
+        madvise((uint8_t *)memory + skipped, (bytes - skipped) & ~(uint64_t)(KVP_PAGE - 1), MADV_HUGEPAGE);
+}
+
 void kvp_mapping_close(struct kvp_mapping *mapping)
 {
     char temporary[sizeof mapping->path + 32];

@@ -34,6 +34,22 @@ _POPULATE_STEP = 256 << 20
 Progress = Callable[[int, int], None]
 
 
+_SIZES, _ROWS_MAX = 33, 1 << 16
+
+
+class Rows(dict[int, "NDArray[np.uint8]"]):
+    """A view of each block that was looked at, up to a number: making one costs more than finding the block."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+
+    def __missing__(self, number: int) -> NDArray[np.uint8]:
+        row: NDArray[np.uint8] = self._array[number]
+        if len(self) < _ROWS_MAX:
+            self[number] = row
+        return row
+
+
 class Pool:
     """One worker's handle of a pool. A context manager; made by `create` or `open`.
 
@@ -51,6 +67,11 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        classes = range(len(self._info["classes"]))
+        self.rows = [Rows(self.tensor(number)) for number in classes]
+        """The blocks of each class by number, as read-only bytes. For `Hit`."""
+        self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
+        """Empty holds of each class and size. For `Hit`."""
         self._answers = Answers()
 
     # ---- life ----
@@ -150,9 +171,8 @@ class Pool:
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
         hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        return hit.hold(
-            self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
-        )
+        pointer = ffi.from_buffer("uint64_t[]", wanted)
+        return hit.hold(self.core.check(self.core.lib.kvp_hold_pin(hit.held, pointer, len(wanted))))
 
     def stock(self, block_class: int = 0) -> Stock:
         """Blocks by number, for an engine whose cache is this pool: see `Stock`."""
