@@ -1,0 +1,202 @@
+"""One guest: a QEMU process, a serial line to its agent, and what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvpool.tools.rig.image import loader
+
+__all__ = ["Failed", "Guest", "Machine", "Shape"]
+
+BOOT_S, ANSWER_S = 240.0, 300.0  # generous: two guests share what processors there are with everybody else
+
+
+class Failed(click.ClickException):
+    """A guest did not do what it should have done."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What every guest needs."""
+
+    qemu: list[str]
+    kernel: Path
+    image: Path
+    folder: Path
+    """For what guests print and for their memory files."""
+
+
+def find_qemu(root: Path) -> list[str]:
+    """An unpacked QEMU and where its firmware lies."""
+    program = [*loader(root), str(root / "usr/bin/qemu-system-x86_64")]
+    return [*program, "-L", str(root / "usr/share/qemu"), "-L", str(root / "usr/share/seabios")]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a guest is made of: arguments of QEMU and words of the kernel's command line."""
+
+    arguments: list[str]
+    board: str = "q35"
+    processor: str = "max"
+    memory: str = "1G"
+    words: str = ""
+    ready: list[str] = field(default_factory=list)
+    """Commands that bring the device up in the guest."""
+
+
+class Guest:
+    """A guest that runs. A context manager: it is ended with the `with`."""
+
+    def __init__(self, machine: Machine, name: str, shape: Shape) -> None:
+        self.name, self.machine, self.shape = name, machine, shape
+        self.folder = Path(tempfile.mkdtemp(prefix="kvpool-rig-"))  # short: a socket's path has 107 bytes at most
+        self.console = machine.folder / f"{name}.log"
+        self._rest = b""
+        self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+                                         stdout=(machine.folder / f"{name}.qemu.log").open("wb"))  # fmt: skip
+        self._link: socket.socket | None = None
+
+    def _command(self) -> list[str]:
+        words = f"console=ttyS0 quiet panic=-1 random.trust_cpu=on machine={self.name.encode().hex():0<32.32} {self.shape.words}"
+        shape = self.shape
+        return [
+            *self.machine.qemu, "-accel", "tcg,thread=multi", "-M", shape.board, "-cpu", shape.processor, "-smp", "2",
+            "-m", shape.memory, "-kernel", str(self.machine.kernel), "-initrd", str(self.machine.image),
+            "-append", words, "-display", "none", "-vga", "none", "-monitor", "none", "-no-reboot", "-net", "none",
+            "-serial", f"file:{self.console}", "-chardev", f"socket,id=agent,path={self.folder}/agent,server=on,wait=off",
+            "-serial", "chardev:agent", *shape.arguments,
+        ]  # fmt: skip
+
+    # ---- talking ----
+
+    def _connect(self) -> socket.socket:
+        deadline = time.monotonic() + BOOT_S
+        while time.monotonic() < deadline:
+            self._demand_life()
+            link = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(OSError):
+                link.connect(str(self.folder / "agent"))
+                return link
+            link.close()
+            time.sleep(0.05)
+        raise Failed(f"guest {self.name}: QEMU does not answer")
+
+    def _demand_life(self) -> None:
+        if self._process.poll() is not None:
+            raise Failed(f"guest {self.name} has ended ({self._process.returncode}): {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of what QEMU and the guest printed."""
+        logs = (self.machine.folder / f"{self.name}.qemu.log", self.console)
+        return "\n".join(path.read_text(errors="replace")[-1500:] for path in logs if path.exists()).strip()
+
+    def receive(self, patience: float = ANSWER_S) -> Any:
+        """The next answer. Raises `Failed` if it is an error of the agent's own, or does not come."""
+        if self._link is None:
+            self._link = self._connect()
+        deadline = time.monotonic() + patience
+        self._link.settimeout(0.5)
+        while b"\n" not in self._rest:
+            self._demand_life()
+            if time.monotonic() > deadline:
+                raise Failed(f"guest {self.name} does not answer: {self.last_words()}")
+            with contextlib.suppress(TimeoutError):
+                self._rest += self._link.recv(65536)
+        line, self._rest = self._rest.split(b"\n", 1)
+        answer = json.loads(line)
+        if answer.get("kind") == "crash":
+            raise Failed(f"guest {self.name}: {answer['error']}")
+        return answer
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Ask for something; the answer is to be received."""
+        if self._link is None:
+            self._link = self._connect()
+        self._link.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Ask and wait; raises `Failed` if the pool says no."""
+        self.send(do, **arguments)
+        return self.result()
+
+    def result(self) -> Any:
+        """The result of what was asked."""
+        answer = self.receive()
+        if "error" in answer:
+            raise Failed(f"guest {self.name}: {answer['kind']}: {answer['error']}")
+        return answer["ok"]
+
+    def refusal(self, do: str, **arguments: Any) -> tuple[str, str]:
+        """Ask for what must be refused; the class of the error, and its text."""
+        self.send(do, **arguments)
+        answer = self.receive()
+        if "error" not in answer:
+            raise Failed(f"guest {self.name}: {do} {arguments} was to be refused, and gave {answer['ok']}")
+        return answer["kind"], answer["error"]
+
+    def run(self, command: str) -> str:
+        """A shell command that must succeed; what it printed."""
+        done = self.ask("shell", command=command)
+        if done["code"]:
+            raise Failed(f"guest {self.name}: {command}: exit code {done['code']}: {done['out']}{done['err']}")
+        return str(done["out"])
+
+    def kvpool(self, *arguments: str, code: int = 0) -> str:
+        """The command `kvpool`; what it printed, errors included."""
+        done = self.ask("command", arguments=list(arguments))
+        text = f"{done['out']}{done['err']}".strip()
+        if done["code"] != code:
+            raise Failed(f"guest {self.name}: kvpool {' '.join(arguments)}: exit code {done['code']}: {text}")
+        return text
+
+    # ---- life ----
+
+    def wait_ready(self) -> Guest:
+        """Until its agent answers and its device is there."""
+        self.receive(BOOT_S)
+        for command in self.shape.ready:
+            self.run(command)
+        return self
+
+    def kill(self) -> None:
+        """End it at whatever instruction it is: the death of a host."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        if self._link:
+            self._link.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def boot(*guests: Guest) -> None:
+    """Wait for guests that were started together."""
+    for guest in guests:
+        guest.wait_ready()
+
+
+def memory_file(name: str, size: int) -> Path:
+    """A file that is a device's memory, all zero; the guests that share it map it."""
+    path = Path("/dev/shm") / f"kvpool-rig.{os.getpid()}.{name}"
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path

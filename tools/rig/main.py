@@ -1,0 +1,108 @@
+"""The command `kvpool-rig`: boots guests with emulated devices and runs the pool on each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from kvpool.tools.console import stdout, table
+from kvpool.tools.rig import image, packages, shared
+from kvpool.tools.rig.guest import Machine, find_qemu
+
+__all__ = ["main"]
+
+Job = Callable[[Machine, Callable[[str], None]], None]
+JOBS: dict[str, tuple[str, Job]] = {
+    "hmem": ("soft-reserved /dev/dax, two guests", shared.on_soft_reserved),
+    "cxl": ("CXL type-3, region by cxl, two guests", shared.on_cxl),
+}
+
+
+def obstacle() -> str:
+    """Why no guests can be had on this machine; empty if they can."""
+    if os.uname().machine != "x86_64":
+        return "the guests are x86-64"
+    return packages.missing_tools()
+
+
+def prepare(folder: Path, mirror: str | None, wheel: Path) -> Machine:
+    """Fetch, unpack and build what is not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = packages.Archive(folder, mirror)
+    archive.prepare()
+    qemu = archive.root("machine", packages.MACHINE)
+    guest = archive.root("guest", packages.GUEST, image.prepare_guest)
+    kernel = archive.kernel_root()
+    built = image.build(folder, guest, kernel, wheel, {})
+    logs = folder / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir()
+    return Machine(find_qemu(qemu), image.kernel_of(kernel), built, logs)
+
+
+def run_job(machine: Machine, name: str, started: float) -> dict[str, object]:
+    """One device: what was shown, and what ended it."""
+    shown: list[str] = []
+
+    def note(text: str) -> None:
+        shown.append(text)
+        click.echo(f"{time.monotonic() - started:6.1f} s  {name}: {text}", err=True)
+
+    try:
+        JOBS[name][1](machine, note)
+    except click.ClickException as error:
+        click.echo(f"{time.monotonic() - started:6.1f} s  {name}: FAILED: {error.message}", err=True)
+        return {"device": name, "what": JOBS[name][0], "shown": shown, "failed": error.message}
+    return {"device": name, "what": JOBS[name][0], "shown": shown, "failed": None}
+
+
+def show(results: list[dict[str, object]]) -> None:
+    """The table of what ran where."""
+    shown = table("", "device", "what it is", "result", "shown", left=4)
+    for row in results:
+        steps = row["shown"]
+        assert isinstance(steps, list)
+        verdict = "FAILED" if row["failed"] else "passed"
+        shown.add_row(str(row["device"]), str(row["what"]), verdict, "\n".join(steps))
+    stdout().print(shown)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("devices", nargs=-1, type=click.Choice(list(JOBS)))
+@click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True,
+              help="The built wheel of kvpool, for this machine's Python or any later one.")  # fmt: skip
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default=Path("build/rig"), show_default=True,
+              help="For packages, the image, and what guests print.")  # fmt: skip
+@click.option("--mirror", help="A Debian archive [default: the one in this machine's apt sources].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
+@click.pass_context
+def main(ctx: click.Context, devices: tuple[str, ...], wheel: Path, folder: Path, mirror: str | None,
+         as_json: bool) -> None:  # fmt: skip
+    """Run the pool on emulated DEVICES (default: all of them), in guests of QEMU.
+
+    Needs x86-64, apt and the Debian archive; installs nothing. Exit codes: 0 all passed; 1 something failed; 3 the
+    guests cannot be had here.
+    """
+    why = obstacle()
+    if why:
+        click.echo(f"kvpool-rig: no guests here: {why}", err=True)
+        ctx.exit(3)
+    started = time.monotonic()
+    machine = prepare(folder.resolve(), mirror, wheel)
+    click.echo(f"{time.monotonic() - started:6.1f} s  packages unpacked, image built", err=True)
+    results = [run_job(machine, name, started) for name in devices or JOBS]
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        show(results)
+    ctx.exit(1 if any(row["failed"] for row in results) else 0)
+
+
+if __name__ == "__main__":
+    main(prog_name="kvpool-rig")

@@ -1,0 +1,169 @@
+"""The pool on a device that two guests share: (a) and (b)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvpool.tools.rig.devices import DAX, MIB, cxl, soft_reserved
+from kvpool.tools.rig.guest import Failed, Guest, Machine, Shape, boot, memory_file
+
+__all__ = ["on_cxl", "on_soft_reserved"]
+
+URI = f"dax:{DAX}"
+SIZE, POOL, BLOCK = 256 * MIB, 48 * MIB, 64 << 10
+CHAIN = 12
+Note = Callable[[str], None]
+"""Called with what was shown, when it was."""
+
+
+def demand(holds: bool, what: str, *seen: Any) -> None:
+    """Fail with what was seen unless it holds."""
+    if not holds:
+        raise Failed(f"{what}: {', '.join(map(repr, seen))}")
+
+
+def whole(answer: dict[str, int], blocks: int = CHAIN) -> bool:
+    """Were all blocks found, with all their bytes?"""
+    return answer == {"found": blocks, "right": blocks}
+
+
+class Rack:
+    """Two guests on one memory file, as hosts 0 and 1 of a pool for three; the third is the machine below."""
+
+    def __init__(self, machine: Machine, name: str, shape: Callable[[Path, int], Shape], stack: ExitStack) -> None:
+        self.machine, self.name, self.shape = machine, name, shape
+        self.memory = memory_file(name, SIZE)
+        self.stack = stack
+        stack.callback(self.memory.unlink, missing_ok=True)
+        self.a, self.b = self.start(0), self.start(1)
+        boot(self.a, self.b)
+
+    def start(self, host: int) -> Guest:
+        """A guest, which still boots."""
+        guest = Guest(self.machine, f"{self.name}{host}", self.shape(self.memory, host))
+        self.stack.callback(guest.kill)
+        return guest
+
+    def below(self, *arguments: str, code: int = 0) -> str:
+        """The command `kvpool` on the machine below, on the guests' memory."""
+        command = [sys.executable, "-P", "-m", "kvpool.tools.main", arguments[0], f"file:{self.memory}", *arguments[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        demand(done.returncode == code, f"kvpool {arguments[0]} below the guests", done.stdout + done.stderr)
+        return done.stdout
+
+
+def shared_pool(rack: Rack, note: Note) -> None:
+    """Create, open, publish and match, both ways at once."""
+    a, b = rack.a, rack.b
+    made = {"size": POOL, "block": BLOCK, "workers": 4, "mode": "noncoherent", "hosts": 3, "host": 0, "lease": 10.0}
+    a.ask("create", uri=URI, options=made | {"unqualified": True})
+    kind, text = b.refusal("open", uri=URI, options={"host": 1})
+    demand(kind == "Unqualified", "an unqualified device was opened", kind, text)
+    b.ask("open", uri=URI, options={"host": 1, "unqualified": True})
+    demand(a.ask("publish", number=1, count=CHAIN) == CHAIN, "not all was published")
+    demand(whole(b.ask("verify", number=1, count=CHAIN)), "what one guest published is not right in the other")
+    note("created in one guest, opened in the other, published and matched")
+    a.send("converse", mine=100, theirs=200, rounds=20, count=6)
+    b.send("converse", mine=200, theirs=100, rounds=20, count=6)
+    for answer in (a.result(), b.result()):
+        demand(whole(answer, 120), "publishing both ways at once", answer)
+    note("240 blocks both ways at once, every byte right")
+
+
+def qualify(rack: Rack, rounds: int, note: Note) -> None:
+    """The litmus tests between the guests; afterwards the device is opened without a word."""
+    arguments = ["qualify", URI, "--hosts", "0,1", "--rounds", str(rounds), "--patience", "120", "--json"]
+    for host, guest in enumerate((rack.a, rack.b)):
+        guest.send("command", arguments=[*arguments, "--host", str(host)])
+    for guest in (rack.a, rack.b):
+        done = guest.result()
+        demand(done["code"] == 0, "the device is not qualified", done["out"] + done["err"])
+        result = json.loads(done["out"])
+    demand(result["qualified"], "the device is not qualified", result)
+    rack.b.ask("close")
+    rack.b.ask("open", uri=URI, options={"host": 1})
+    note(f"noncoherent qualified: {rounds} rounds of each litmus, {result['stale']} stale reads")
+
+
+def lost_host(rack: Rack, note: Note) -> None:
+    """One guest is killed with blocks pinned and reserved; the other adopts; the killed one comes back."""
+    a, b = rack.a, rack.b
+    a.ask("publish", number=2, count=CHAIN)
+    demand(a.ask("hold", number=2, count=CHAIN) == CHAIN, "not all was pinned")
+    demand(whole(b.ask("verify", number=2, count=CHAIN)), "the chain that the killed host will leave")
+    before = b.ask("hosts")[0]
+    a.kill()
+    demand(whole(b.ask("verify", number=2, count=CHAIN)), "what a killed host had published is gone")
+    adopted = b.ask("fence", host=0, incarnation=before["incarnation"])
+    demand(adopted == before["segments"], "segments adopted", adopted, before)
+    demand(whole(b.ask("verify", number=2, count=CHAIN)), "what was adopted is not right")
+    report = b.ask("check")
+    demand(report["clean"] and report["leaked"] == 0, "after an adoption", report)
+    note(f"one guest killed, its {adopted} segments adopted after the fence, all it had published still right")
+    rack.a = a = rack.start(0)
+    boot(a)
+    a.ask("open", uri=URI, options={"host": 0})
+    rows = a.ask("hosts")
+    demand(rows[0]["incarnation"] == before["incarnation"] + 1, "the host that came back", rows)
+    demand(whole(a.ask("verify", number=2, count=CHAIN)), "the host that came back does not find its former blocks")
+    b.ask("publish", number=3, count=CHAIN)
+    demand(whole(a.ask("verify", number=3, count=CHAIN)), "the host that came back does not see new blocks")
+    b.send("command", arguments=["give", URI, "--host", "1", "--to", "0", "-n", "2", "--json"])
+    demand(b.result()["code"] == 0, "giving segments to the host that came back")
+    a.ask("publish", number=4, count=CHAIN)
+    demand(whole(b.ask("verify", number=4, count=CHAIN)), "the host that came back cannot publish")
+    note("rebooted, rejoined under a new incarnation, publishes again")
+
+
+def check_from_all(rack: Rack, note: Note) -> None:
+    """`check` in each guest and below them."""
+    for guest in (rack.a, rack.b):
+        report = guest.ask("check")
+        demand(report["clean"], "kvpool check in a guest", report)
+    seen = json.loads(rack.below("check", "--host", "2", "--json"))
+    demand(seen["clean"], "kvpool check below the guests", seen)
+    note("check clean in both guests and on the backing file below them")
+
+
+def coherent_refused(rack: Rack, note: Note) -> None:
+    """A pool of mode coherent is one machine's: the other guest may neither open it nor qualify it."""
+    for guest in (rack.b, rack.a):
+        guest.ask("close")
+    rack.b.kvpool("rm", URI, "--force")
+    rack.a.ask("create", uri=URI, options={"size": POOL, "block": BLOCK, "workers": 4})
+    rack.a.ask("publish", number=5, count=CHAIN)
+    for guest in (rack.a, rack.b):
+        text = guest.kvpool("qualify", URI, "--host", "0", code=1)
+        demand("coherent" in text, "qualify of a pool of mode coherent", text)
+    kind, text = rack.b.refusal("open", uri=URI, options={})
+    demand(kind == "WrongHost", "a pool of mode coherent was opened by a second machine", kind, text)
+    demand(whole(rack.a.ask("verify", number=5, count=CHAIN)), "the first machine after that")
+    note("coherent refused: by qualify in both guests, and by open in the second")
+
+
+def run(machine: Machine, name: str, shape: Callable[[Path, int], Shape], rounds: int, note: Note) -> None:
+    """All of it on one kind of device."""
+    with ExitStack() as stack:
+        rack = Rack(machine, name, shape, stack)
+        note("two guests up")
+        shared_pool(rack, note)
+        qualify(rack, rounds, note)
+        lost_host(rack, note)
+        check_from_all(rack, note)
+        coherent_refused(rack, note)
+
+
+def on_soft_reserved(machine: Machine, note: Note) -> None:
+    """(a)."""
+    run(machine, "hmem", lambda memory, host: soft_reserved(memory, SIZE), 2000, note)
+
+
+def on_cxl(machine: Machine, note: Note) -> None:
+    """(b)."""
+    run(machine, "cxl", lambda memory, host: cxl(memory, SIZE, host + 1), 300, note)
