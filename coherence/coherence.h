@@ -163,6 +163,7 @@ struct kvp_mapping {
     int fd;              /* close-on-exec; -1 once closed */
     int kind;            /* enum kvp_mapping_kind */
     struct kvp_sim *sim; /* of sim:, private to this folder; NULL else */
+    int demands_huge;    /* hugepage=2M: 2 MiB pages or none */
     int is_temporary;    /* it has another name until kvp_mapping_commit: no O_TMPFILE there */
     char uri[512];       /* what another process opens */
     char path[400];      /* of shm:, sim:, file: and dax:; "" else */

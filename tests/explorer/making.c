@@ -262,3 +262,42 @@ static void remaking_setup(void)
 }
 const struct ex_scenario scenario_remaking = {.name = "remake", .what = "a pool is removed and made anew on a device",
                                               .setup = remaking_setup, .check = check_both, .seconds = 60};
+
+/* ---- two machines make a pool on one device at once ---- */
+
+/* Each waits until the other has looked and written, as the pause in the election is for. */
+static void wait_for_rival(void)
+{
+    ghost->looks++;
+    ex_wake();
+    while (ghost->looks < 2)
+        ex_spin();
+}
+
+static void make_against_rival(void *none)
+{
+    (void)none;
+    kvp_pool *pool = world_create();
+    if (pool) {
+        ghost->made++;
+        world_merge(pool, 1);
+    } else
+        ghost->beaten++;
+}
+
+static void one_pool_check(void)
+{
+    EX_CHECK(ghost->made == 1 && ghost->beaten == 1, "of two machines that make a pool at once %u have made one", ghost->made);
+}
+
+static void two_makers_setup(void)
+{
+    world_prepare(&(struct world_request){.blocks = 2, .hosts = 2, .workers = 1}, 1);
+    ex_allow_two_writers();
+    ex_allow_dirty_invalidate();
+    world_slept = wait_for_rival;
+    world_spawn_machine(0, make_against_rival, 0);
+    world_spawn_machine(1, make_against_rival, 0);
+}
+const struct ex_scenario scenario_two_makers = {.name = "two-makers", .what = "two machines make a pool on one device at once",
+                                       .setup = two_makers_setup, .check = one_pool_check, .seconds = 20};

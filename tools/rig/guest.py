@@ -68,7 +68,7 @@ class Guest:
         self._rest = b""
         self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
                                          stdout=(machine.folder / f"{name}.qemu.log").open("wb"))  # fmt: skip
-        self._link: socket.socket | None = None
+        self._link = self._connect()  # before it can speak: what nobody listens to is lost
 
     def _command(self) -> list[str]:
         words = f"console=ttyS0 quiet panic=-1 random.trust_cpu=on machine={self.name.encode().hex():0<32.32} {self.shape.words}"
@@ -106,8 +106,6 @@ class Guest:
 
     def receive(self, patience: float = ANSWER_S) -> Any:
         """The next answer. Raises `Failed` if it is an error of the agent's own, or does not come."""
-        if self._link is None:
-            self._link = self._connect()
         deadline = time.monotonic() + patience
         self._link.settimeout(0.5)
         while b"\n" not in self._rest:
@@ -124,8 +122,6 @@ class Guest:
 
     def send(self, do: str, **arguments: Any) -> None:
         """Ask for something; the answer is to be received."""
-        if self._link is None:
-            self._link = self._connect()
         self._link.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -177,8 +173,7 @@ class Guest:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        if self._link:
-            self._link.close()
+        self._link.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Guest:
