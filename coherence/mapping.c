@@ -11,11 +11,15 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#ifndef TMPFS_MAGIC
+#define TMPFS_MAGIC 0x01021994
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -215,14 +219,19 @@ static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mappi
 
 /* ---- mapping ---- */
 
-static int bind_nodes(const struct kvp_uri *uri, uint8_t *base, uint64_t bytes)
+static int bind_nodes(const struct kvp_uri *uri, const struct kvp_mapping *mapping)
 {
     unsigned long nodes = uri->nodes;
+    struct statfs system;
 
     if (!nodes)
         return KVP_OK;
+    if (mapping->kind == KVP_MAP_DAX ||
+        (mapping->kind == KVP_MAP_FILE && (fstatfs(mapping->fd, &system) || system.f_type != TMPFS_MAGIC)))
+        return kvp_fail(KVP_E_INVALID, "node= and interleave= say where new memory comes from: %s lies where it lies (shm:, "
+                        "memfd:, hugetlb: and files on tmpfs do not)", uri->text);
     int policy = uri->interleave ? MPOL_INTERLEAVE_POLICY : MPOL_BIND_POLICY;
-    if (syscall(SYS_mbind, base, bytes, policy, &nodes, NODES_MAX + 1, 0) == 0)
+    if (syscall(SYS_mbind, mapping->base, mapping->bytes, policy, &nodes, NODES_MAX + 1, 0) == 0)
         return KVP_OK;
     return kvp_fail(KVP_E_INVALID, "cannot bind to the NUMA nodes of %s: %s (see /sys/devices/system/node)",
                     uri->text, strerror(errno));
@@ -314,6 +323,7 @@ static void describe(const struct kvp_uri *uri, struct kvp_mapping *out)
 {
     out->kind = uri->kind == KVP_MAP_MEMFD && uri->huge_bytes ? KVP_MAP_HUGETLB : uri->kind;
     out->demands_huge = uri->huge_bytes != 0;
+    out->is_spread = uri->interleave;
     if (uri->kind == KVP_MAP_MEMFD || uri->kind == KVP_MAP_HUGETLB)
         snprintf(out->uri, sizeof out->uri, "memfd:%d/%d", (int)getpid(), out->fd);
     else
@@ -338,7 +348,7 @@ int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out
         describe(&uri, out);
         KVP_CRASH_POINT("mapping.unnamed");
         if ((status = size_object(&uri, out)) == KVP_OK && (status = kvp_map_aligned(out)) == KVP_OK)
-            status = bind_nodes(&uri, out->base, out->bytes);
+            status = bind_nodes(&uri, out);
         if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
             status = kvp_sim_open(&uri, out, 1);
     }
@@ -498,7 +508,7 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
             status = kvp_fail(KVP_E_TRUNCATED, "%s has %llu bytes: too short for a pool", text,
                               (unsigned long long)out->bytes);
         else if ((status = kvp_map_aligned(out)) == KVP_OK)
-            status = bind_nodes(&uri, out->base, out->bytes);
+            status = bind_nodes(&uri, out);
         if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
             status = kvp_sim_open(&uri, out, 0);
     }
@@ -509,7 +519,7 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
 
 int kvp_mapping_collapse(const struct kvp_mapping *mapping)
 {
-    if (mapping->kind == KVP_MAP_SIM)
+    if (mapping->kind == KVP_MAP_SIM || mapping->is_spread) /* the kernel would collapse all to one node */
         return KVP_OK;
     if (mapping->page_bytes >= KVP_HUGE_PAGE)
         return KVP_OK;

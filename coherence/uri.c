@@ -78,6 +78,9 @@ static int parse_options(char *options, struct kvp_uri *out, uint64_t *uid)
         return kvp_fail(KVP_E_INVALID, "seed=N and events=N are options of sim: only");
     if (out->huge_bytes && (strncmp(out->text, "sim:", 4) == 0 || strncmp(out->text, "hugetlb:", 8) == 0))
         return kvp_fail(KVP_E_INVALID, "hugepage=2M is an option of shm:, file:, memfd: and dax: (hugetlb: says its size itself)");
+    if (out->huge_bytes && out->interleave && strncmp(out->text, "memfd:", 6) != 0)
+        return kvp_fail(KVP_E_INVALID, "the kernel makes 2 MiB pages of pages of several nodes on one of them: to spread such "
+                        "pages use hugetlb:2MiB?interleave=");
     return KVP_OK;
 }
 

@@ -64,7 +64,7 @@ class CxlRegion:
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node. Latency (ns) and bandwidth (MB/s) are the firmware's, as seen by the nearest processors; 0: not said."""
+    """A NUMA node. Latency (ns) and bandwidth (MB/s) are the firmware's, seen from the nearest processors; 0: unknown."""
 
     number: int
     size: int
@@ -87,12 +87,9 @@ def dax_devices(root: Path = ROOT) -> list[DaxDevice]:
     for device in sorted((root / "sys/bus/dax/devices").glob("dax*")):
         real = str(device.resolve())
         kind = next((kind for part, kind in KINDS.items() if part in real), "other")
-        found.append(
-            DaxDevice(
-                device.name, f"/dev/{device.name}", _number(device / "size"), _number(device / "align", 2 << 20),
-                _driver(device), _number(device / "target_node", -1), kind,
-            )  # fmt: skip
-        )
+        numbers = _number(device / "size"), _number(device / "align", 2 << 20)
+        node = _number(device / "target_node", -1)
+        found.append(DaxDevice(device.name, f"/dev/{device.name}", *numbers, _driver(device), node, kind))
     return found
 
 
@@ -123,7 +120,7 @@ def nodes(root: Path = ROOT) -> list[Node]:
 
 
 def holds_something(path: Path, align: int) -> str:
-    """Why a device that holds no pool is not free: unknown content; "" if it is all zero at the start or cannot be read."""
+    """Why a device that holds no pool is not free: unknown content; "" if its start is all zero, or a pool's."""
     length = -(-LOOKED_AT // align) * align
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

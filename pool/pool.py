@@ -380,7 +380,9 @@ def create(
     request.stride = strides + [0] * (8 - len(strides))
     workers_at_it = threads or min(8, os.cpu_count() or 1)
     if _text(uri).split(b"?")[0] == b"dax:auto":
-        return _make_on_free_dax(uri, request.bytes, lambda at: _make(chosen, at, request, policy, workers_at_it, progress))
+        return _make_on_free_dax(
+            uri, request.bytes, lambda at: _make(chosen, at, request, policy, workers_at_it, progress)
+        )
     if replace:
         _remove_if_there(uri)
     return _make(chosen, uri, request, policy, workers_at_it, progress)

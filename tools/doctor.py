@@ -82,7 +82,9 @@ def examine(root: Path) -> dict[str, Any]:
             "regions": [asdict(region) for region in devices.cxl_regions(root)],
         },
         "pmem": sorted(at.name for at in (root / "sys/bus/nd/devices").glob("namespace*")),
-        "dax": [asdict(device) | {"use": devices.unfit(device, 0, root) or "free"} for device in devices.dax_devices(root)],
+        "dax": [
+            asdict(device) | {"use": devices.unfit(device, 0, root) or "free"} for device in devices.dax_devices(root)
+        ],
         "huge_pages": _huge_pages(root),
         "shm": _shm(root),
         "gpus": _gpus(root),
@@ -93,7 +95,9 @@ def _advise_dax(found: dict[str, Any]) -> list[str]:
     advice = []
     for device in found["dax"]:
         if device["mode"] == "devdax" and device["use"] == "free":
-            advice.append(f"a pool of {size(device['size'])}: kvpool create dax:{device['path']} --size {device['size']}")
+            advice.append(
+                f"a pool of {size(device['size'])}: kvpool create dax:{device['path']} --size {device['size']}"
+            )
         elif device["mode"] != "devdax":
             to = f"daxctl reconfigure-device --mode=devdax --force {device['name']}"
             first = f"daxctl offline-memory {device['name']} && " if device["mode"] == "system-ram" else ""
@@ -116,7 +120,9 @@ def advise(found: dict[str, Any]) -> list[str]:
     advice = _advise_dax(found)
     far = [node for node in found["nodes"] if not node["cpus"] and node["size"]]
     for node in far:
-        advice.append(f"node {node['number']} has memory and no processors: kvpool create 'shm:NAME?node={node['number']}' ...")
+        advice.append(
+            f"node {node['number']} has memory and no processors: kvpool create 'shm:NAME?node={node['number']}' ..."
+        )
     if len(found["nodes"]) > 1:
         numbers = ",".join(str(node["number"]) for node in found["nodes"] if node["size"])
         advice.append(f"pages spread over all nodes: kvpool create 'shm:NAME?interleave={numbers}' ...")
@@ -124,7 +130,9 @@ def advise(found: dict[str, Any]) -> list[str]:
     if huge["reserved"].get("2048kB", {}).get("free"):
         advice.append("reserved huge pages are free: kvpool create hugetlb:2MiB ...")
     elif huge["transparent"] != "never":
-        advice.append("2 MiB pages or an error: kvpool create 'shm:NAME?hugepage=2M' ...; to reserve some: sysctl vm.nr_hugepages=N")
+        advice.append(
+            "2 MiB pages or none: kvpool create 'shm:NAME?hugepage=2M' ...; or reserve some: sysctl vm.nr_hugepages=N"
+        )
     if found["shm"]["free"]:
         advice.append(f"a pool of this machine: kvpool create shm:NAME --size ... (up to {size(found['shm']['free'])})")
     if not found["processor"]["line_instructions"]:

@@ -7,6 +7,7 @@ A request is {"do": name of a function below, ...its arguments}; the answer {"ok
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -82,8 +83,10 @@ def open_pool(uri: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def close() -> None:
-    """Leave it."""
-    held.pop("pool").close()
+    """Leave it, and let the mapping go: what is mapped cannot be unmounted."""
+    pool().close()
+    held.clear()
+    gc.collect()
 
 
 def publish(number: int, count: int) -> int:
@@ -166,12 +169,18 @@ def sync(path: str) -> str:
         at = libc.mmap(None, ctypes.c_size_t(2 << 20), mmap.PROT_READ, flags, descriptor, ctypes.c_long(0))
     finally:
         os.close(descriptor)
-    return "" if at != ctypes.c_void_p(-1).value else os.strerror(ctypes.get_errno())
+    if at == ctypes.c_void_p(-1).value:
+        return os.strerror(ctypes.get_errno())
+    libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(2 << 20))
+    return ""
 
 
 def placement() -> dict[str, Any]:
     """On which NUMA nodes the pool's pages are, by move_pages and by numa_maps; negative nodes are errno."""
-    base, size = int(pool().core.ffi.cast("uintptr_t", pool().core.lib.kvp_pool_base(pool().handle))), pool().info["bytes"]
+    base, size = (
+        int(pool().core.ffi.cast("uintptr_t", pool().core.lib.kvp_pool_base(pool().handle))),
+        pool().info["bytes"],
+    )
     count = size // mmap.PAGESIZE
     pages = (np.arange(count, dtype=np.uint64) * np.uint64(mmap.PAGESIZE) + np.uint64(base)).ctypes
     status = np.full(count, -1000, np.int32)

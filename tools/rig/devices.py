@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvpool.tools.rig.guest import Shape
 
-__all__ = ["DAX", "MIB", "cxl", "numa", "pmem", "soft_reserved", "virtio_pmem"]
+__all__ = ["DAX", "MIB", "cxl", "numa", "pmem", "soft_reserved"]
 
 MIB = 1 << 20
 DAX = "/dev/dax0.0"
@@ -65,22 +65,17 @@ def cxl(memory: Path, size: int, serial: int) -> Shape:
     )  # fmt: skip
 
 
-def pmem() -> Shape:
-    """(c) Persistent memory by the kernel's command line, in the guest's own RAM: ndctl makes fsdax or devdax of it."""
-    return Shape(
-        arguments=[],
-        words="memmap=256M!512M",
-        ready=[_LOAD.format("nd_e820 nd_pmem dax_pmem device_dax"), _APPEARS.format("/dev/pmem0", "/dev/pmem0")],
-    )
+def pmem(memory: Path, size: int) -> Shape:
+    """(c) Persistent memory by the kernel's command line, in the guest's own RAM: ndctl makes fsdax or devdax of it.
 
-
-def virtio_pmem(memory: Path, size: int) -> Shape:
-    """A device whose file system is DAX but has no MAP_SYNC: the negative case."""
+    Besides, a virtio-pmem device, whose driver is loaded later: its file systems are DAX and have no MAP_SYNC.
+    """
     file = f"memory-backend-file,id=vp,share=on,mem-path={memory},size={size}"
     return Shape(
         arguments=["-object", file, "-device", "virtio-pmem-pci,memdev=vp,id=nv"],
         memory="1G,slots=2,maxmem=4G",
-        ready=[_LOAD.format("virtio_pmem nd_pmem"), _APPEARS.format("/dev/pmem0", "/dev/pmem0")],
+        words="memmap=256M!512M",
+        ready=[_LOAD.format("nd_e820 nd_pmem dax_pmem device_dax"), _APPEARS.format("/dev/pmem0", "/dev/pmem0")],
     )
 
 

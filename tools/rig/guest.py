@@ -71,13 +71,14 @@ class Guest:
         self._link = self._connect()  # before it can speak: what nobody listens to is lost
 
     def _command(self) -> list[str]:
-        words = f"console=ttyS0 quiet panic=-1 random.trust_cpu=on machine={self.name.encode().hex():0<32.32} {self.shape.words}"
-        shape = self.shape
+        shape, machine_id = self.shape, self.name.encode().hex().ljust(32, "0")
+        words = f"console=ttyS0 quiet panic=-1 no_timer_check machine={machine_id} {shape.words}"
+        agent = f"socket,id=agent,path={self.folder}/agent,server=on,wait=off"
         return [
             *self.machine.qemu, "-accel", "tcg,thread=multi", "-M", shape.board, "-cpu", shape.processor, "-smp", "2",
             "-m", shape.memory, "-kernel", str(self.machine.kernel), "-initrd", str(self.machine.image),
             "-append", words, "-display", "none", "-vga", "none", "-monitor", "none", "-no-reboot", "-net", "none",
-            "-serial", f"file:{self.console}", "-chardev", f"socket,id=agent,path={self.folder}/agent,server=on,wait=off",
+            "-serial", f"file:{self.console}", "-chardev", agent,
             "-serial", "chardev:agent", *shape.arguments,
         ]  # fmt: skip
 

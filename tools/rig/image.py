@@ -97,7 +97,9 @@ def _entries(root: Path) -> Iterator[Path]:
             yield Path(folder) / name
 
 
-def _write_entry(out: BinaryIO, number: int, name: str, mode: int, data: bytes, device: tuple[int, int] = (0, 0)) -> None:
+def _write_entry(
+    out: BinaryIO, number: int, name: str, mode: int, data: bytes, device: tuple[int, int] = (0, 0)
+) -> None:
     label = name.encode() + b"\0"
     # magic, inode, mode, uid, gid, links, time, size, device (2), device of a node (2), length of the name, checksum
     fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, *device, len(label), 0)

@@ -7,20 +7,47 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from kvpool.tools.console import stdout, table
-from kvpool.tools.rig import image, packages, shared
+from kvpool.tools.rig import alone, image, packages, refusals
+from kvpool.tools.rig.devices import cxl, soft_reserved
 from kvpool.tools.rig.guest import Machine, find_qemu
+from kvpool.tools.rig.shared import Note, Rack, run
 
 __all__ = ["main"]
 
-Job = Callable[[Machine, Callable[[str], None]], None]
+Job = Callable[[Machine, Note], None]
+
+
+def on_soft_reserved(machine: Machine, note: Note) -> None:
+    """(a), and what must be refused on any device."""
+    with ExitStack() as stack:
+        rack = Rack(machine, "hmem", lambda memory, size, host: soft_reserved(memory, size), stack)
+        run(rack, 2000, note)
+        rack.a.ask("close")
+        refusals.one_maker(rack, note)
+        refusals.too_small(rack, note)
+        refusals.other_content(rack, note)
+        refusals.system_modes(rack, note)
+
+
+def on_cxl(machine: Machine, note: Note) -> None:
+    """(b)."""
+    with ExitStack() as stack:
+        rack = Rack(machine, "cxl", lambda memory, size, host: cxl(memory, size, host + 1), stack)
+        run(rack, 300, note)
+        refusals.cxl_region_gone(rack, note)
+
+
 JOBS: dict[str, tuple[str, Job]] = {
-    "hmem": ("soft-reserved /dev/dax, two guests", shared.on_soft_reserved),
-    "cxl": ("CXL type-3, region by cxl, two guests", shared.on_cxl),
+    "hmem": ("soft-reserved /dev/dax, two guests", on_soft_reserved),
+    "cxl": ("CXL type-3, region by cxl, two guests", on_cxl),
+    "pmem": ("persistent memory: ext4 dax=always, devdax, virtio-pmem", alone.on_pmem),
+    "numa": ("a NUMA node without processors, with HMAT", alone.on_numa),
 }
 
 
@@ -77,8 +104,8 @@ def show(results: list[dict[str, object]]) -> None:
 @click.argument("devices", nargs=-1, type=click.Choice(list(JOBS)))
 @click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True,
               help="The built wheel of kvpool, for this machine's Python or any later one.")  # fmt: skip
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default=Path("build/rig"), show_default=True,
-              help="For packages, the image, and what guests print.")  # fmt: skip
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default=Path("build/rig"),
+              show_default=True, help="For packages, the image, and what guests print.")  # fmt: skip
 @click.option("--mirror", help="A Debian archive [default: the one in this machine's apt sources].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 @click.pass_context

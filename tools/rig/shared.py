@@ -10,14 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvpool.tools.rig.devices import DAX, MIB, cxl, soft_reserved
+from kvpool.tools.rig.devices import DAX, MIB
 from kvpool.tools.rig.guest import Failed, Guest, Machine, Shape, boot, memory_file
 
-__all__ = ["on_cxl", "on_soft_reserved"]
+__all__ = ["BLOCK", "CHAIN", "POOL", "URI", "Note", "Rack", "demand", "run", "whole"]
 
 URI = f"dax:{DAX}"
 SIZE, POOL, BLOCK = 256 * MIB, 48 * MIB, 64 << 10
 CHAIN = 12
+Sketch = Callable[[Path, int, int], Shape]
+"""A guest by its memory file, how much of it, and its host."""
 Note = Callable[[str], None]
 """Called with what was shown, when it was."""
 
@@ -36,7 +38,7 @@ def whole(answer: dict[str, int], blocks: int = CHAIN) -> bool:
 class Rack:
     """Two guests on one memory file, as hosts 0 and 1 of a pool for three; the third is the machine below."""
 
-    def __init__(self, machine: Machine, name: str, shape: Callable[[Path, int], Shape], stack: ExitStack) -> None:
+    def __init__(self, machine: Machine, name: str, shape: Sketch, stack: ExitStack) -> None:
         self.machine, self.name, self.shape = machine, name, shape
         self.memory = memory_file(name, SIZE)
         self.stack = stack
@@ -44,9 +46,9 @@ class Rack:
         self.a, self.b = self.start(0), self.start(1)
         boot(self.a, self.b)
 
-    def start(self, host: int) -> Guest:
-        """A guest, which still boots."""
-        guest = Guest(self.machine, f"{self.name}{host}", self.shape(self.memory, host))
+    def start(self, host: int, size: int = SIZE) -> Guest:
+        """A guest, which still boots; it sees so much of the memory."""
+        guest = Guest(self.machine, f"{self.name}{host}", self.shape(self.memory, size, host))
         self.stack.callback(guest.kill)
         return guest
 
@@ -147,23 +149,11 @@ def coherent_refused(rack: Rack, note: Note) -> None:
     note("coherent refused: by qualify in both guests, and by open in the second")
 
 
-def run(machine: Machine, name: str, shape: Callable[[Path, int], Shape], rounds: int, note: Note) -> None:
+def run(rack: Rack, rounds: int, note: Note) -> None:
     """All of it on one kind of device."""
-    with ExitStack() as stack:
-        rack = Rack(machine, name, shape, stack)
-        note("two guests up")
-        shared_pool(rack, note)
-        qualify(rack, rounds, note)
-        lost_host(rack, note)
-        check_from_all(rack, note)
-        coherent_refused(rack, note)
-
-
-def on_soft_reserved(machine: Machine, note: Note) -> None:
-    """(a)."""
-    run(machine, "hmem", lambda memory, host: soft_reserved(memory, SIZE), 2000, note)
-
-
-def on_cxl(machine: Machine, note: Note) -> None:
-    """(b)."""
-    run(machine, "cxl", lambda memory, host: cxl(memory, SIZE, host + 1), 300, note)
+    note("two guests up")
+    shared_pool(rack, note)
+    qualify(rack, rounds, note)
+    lost_host(rack, note)
+    check_from_all(rack, note)
+    coherent_refused(rack, note)

@@ -1,0 +1,233 @@
+"""What the pool knows of a machine's devices, from trees of files as /proc and /sys have them; `kvpool doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import kvpool
+from kvpool import devices
+from kvpool.tools import doctor
+from kvpool.tools.main import main as kvpool_command
+
+MIB = 1 << 20
+
+
+class Tree:
+    """A machine's /proc and /sys below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, path: str, text: object) -> None:
+        at = self.root / path
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.write_text(f"{text}\n")
+
+    def dax(self, name, behind, driver="device_dax", size=64 * MIB, node=1, content=b""):
+        """A dax device: its place among the devices, its driver, and its first bytes."""
+        real = f"sys/devices/{behind}/{name}"
+        for leaf, value in {"size": size, "align": 2 * MIB, "target_node": node}.items():
+            self.write(f"{real}/{leaf}", value)
+        if driver:
+            (self.root / f"sys/bus/dax/drivers/{driver}").mkdir(parents=True, exist_ok=True)
+            (self.root / real / "driver").symlink_to(self.root / f"sys/bus/dax/drivers/{driver}")
+        listed = self.root / "sys/bus/dax/devices"
+        listed.mkdir(parents=True, exist_ok=True)
+        (listed / name).symlink_to(self.root / real)
+        node_file = self.root / "dev" / name
+        node_file.parent.mkdir(exist_ok=True)
+        node_file.write_bytes(content.ljust(4 * MIB, b"\0"))
+
+    def node(self, number, cpus, kib, distance="10 28", latency=0):
+        at = f"sys/devices/system/node/node{number}"
+        self.write(f"{at}/meminfo", f"Node {number} MemTotal: {kib} kB\nNode {number} MemFree:  {kib // 2} kB")
+        self.write(f"{at}/cpulist", cpus)
+        self.write(f"{at}/distance", distance)
+        if latency:
+            self.write(f"{at}/access0/initiators/read_latency", latency)
+            self.write(f"{at}/access0/initiators/read_bandwidth", 30720)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path)
+
+
+CXL = "platform/ACPI0017:00/root0/decoder0.0/region0/dax_region0"
+
+
+def test_devices_by_what_is_behind_them(tree):
+    tree.dax("dax0.0", CXL)
+    tree.dax("dax1.0", "platform/hmem.0", driver="kmem", node=2)
+    tree.dax("dax2.0", "LNXSYSTM:00/ndbus0/region1", driver=None, node=-1)
+    found = devices.dax_devices(tree.root)
+    assert [(each.kind, each.mode, each.node) for each in found] == [
+        ("cxl", "devdax", 1),
+        ("soft-reserved", "system-ram", 2),
+        ("pmem", "disabled", -1),
+    ]
+    assert found[0].path == "/dev/dax0.0"
+    assert found[0].size == 64 * MIB
+
+
+def test_auto_takes_what_is_free_and_says_why_not(tree):
+    tree.dax("dax0.0", CXL, content=b"\0" * 0x438 + b"\x53\xef")
+    tree.dax("dax1.0", CXL, driver="kmem")
+    tree.dax("dax2.0", CXL, size=2 * MIB)
+    tree.dax("dax3.0", CXL)
+    tree.dax("dax4.0", CXL, content=b"KVPOOL\0\0 removed, or not: the C core sees")
+    tree.dax("dax5.0", CXL)
+    (tree.root / "dev/dax5.0").unlink()
+    free, reasons = devices.free_dax(4 * MIB, tree.root)
+    assert [each.name for each in free] == ["dax3.0", "dax4.0"]
+    assert "holds something" in reasons["dax0.0"]
+    assert "daxctl reconfigure-device --mode=devdax --force dax1.0" in reasons["dax1.0"]
+    assert f"has {2 * MIB} bytes" in reasons["dax2.0"]
+    assert "cannot be read" in reasons["dax5.0"]
+    assert set(reasons) == {"dax0.0", "dax1.0", "dax2.0", "dax5.0"}
+
+
+def test_auto_without_devices(tmp_path):
+    with pytest.raises(kvpool.NotFound, match="kvpool doctor"):
+        devices.free_dax(0, tmp_path)
+
+
+def test_auto_goes_on_to_the_next_device(monkeypatch):
+    """Both devices look free; the core refuses them, each for a reason of its own."""
+    pair = [
+        devices.DaxDevice(f"dax{n}.0", f"/dev/kvpool-none{n}", 1 << 30, 2 * MIB, "devdax", -1, "cxl") for n in (0, 1)
+    ]
+    monkeypatch.setattr(kvpool.pool, "free_dax", lambda size: (pair, {"dax9.0": "it is disabled"}))
+    with pytest.raises(kvpool.NotFound) as error:
+        kvpool.create("dax:auto", "4MiB")
+    assert all(part in str(error.value) for part in ("dax0.0: ", "dax1.0: ", "dax9.0: it is disabled"))
+
+
+def test_a_device_that_does_not_exist_says_what_to_do():
+    with pytest.raises(kvpool.NotFound, match="kvpool doctor"):
+        kvpool.create("dax:/dev/dax99.99", "4MiB")
+    with pytest.raises(kvpool.InvalidArgument, match="daxctl list"):
+        kvpool.create("dax:/dev/null", "4MiB")
+
+
+def test_nodes_with_latencies(tree):
+    tree.node(0, "0-1", 1 << 20)
+    tree.node(1, "", 1 << 18, distance="28 10", latency=250)
+    near, far = devices.nodes(tree.root)
+    assert (near.cpus, near.distance, near.size, near.free) == ("0-1", 10, 1 << 30, 1 << 29)
+    assert (far.cpus, far.distance, far.read_latency, far.read_bandwidth) == ("", 28, 250, 30720)
+
+
+def run_doctor(*arguments):
+    result = CliRunner().invoke(kvpool_command, ["doctor", *map(str, arguments)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_doctor_of_a_machine_with_everything(tree):
+    tree.dax("dax0.0", CXL)
+    tree.dax("dax1.0", CXL, driver="kmem", node=2)
+    tree.node(0, "0-1", 1 << 20)
+    tree.node(1, "", 1 << 18, latency=250)
+    for leaf, value in {"size": "0x10000000", "mode": "ram", "commit": 1}.items():
+        tree.write(f"sys/bus/cxl/devices/region0/{leaf}", value)
+    tree.write("sys/bus/cxl/devices/mem0/serial", 1)
+    tree.write("sys/bus/nd/devices/namespace0.0/mode", "raw")
+    for leaf in ("nr", "free"):
+        tree.write(f"sys/kernel/mm/hugepages/hugepages-2048kB/{leaf}_hugepages", 4)
+    tree.write("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")
+    tree.write("proc/cpuinfo", "model name\t: Some CPU\nflags\t\t: fpu clflush clwb hypervisor")
+    tree.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue")
+    tree.write("proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t Some GPU\nIRQ: 7")
+    found = json.loads(run_doctor("--root", tree.root, "--json"))
+    assert found["processor"] == {"name": "Some CPU", "line_instructions": ["clwb", "clflush"], "virtual": True}
+    assert found["cxl"] == {
+        "memories": 1,
+        "regions": [{"name": "region0", "size": 256 * MIB, "mode": "ram", "committed": True}],
+    }
+    assert found["huge_pages"]["reserved"] == {"2048kB": {"nr": 4, "free": 4}}
+    assert found["huge_pages"]["transparent"] == "madvise"
+    assert (found["gpus"]["models"], found["gpus"]["driver"]) == (["Some GPU"], "550.54.15")
+    advice = "\n".join(found["advice"])
+    for part in ("kvpool create dax:/dev/dax0.0", "daxctl offline-memory dax1.0", "?node=1'", "?interleave=0,1'",
+                 "hugetlb:2MiB"):  # fmt: skip
+        assert part in advice
+    shown = run_doctor("--root", tree.root)
+    for part in ("/dev/dax0.0", "system-ram", "250", "Some GPU, driver 550.54.15"):
+        assert part in shown
+
+
+def test_doctor_of_a_machine_with_nothing(tmp_path):
+    found = json.loads(run_doctor("--root", tmp_path, "--json"))
+    assert (found["dax"], found["nodes"], found["cxl"]["regions"], found["gpus"]["models"]) == ([], [], [], [])
+    assert any("modprobe" in line for line in found["advice"])
+    assert any("noncoherent does not work" in line for line in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("tell", "says"),
+    [
+        (lambda tree: tree.write("sys/bus/cxl/devices/mem0/serial", 1), "cxl create-region"),
+        (lambda tree: tree.write("sys/bus/nd/devices/namespace0.0/mode", "raw"), "ndctl create-namespace"),
+        (lambda tree: tree.dax("dax0.0", CXL, driver=None), "dax0.0 is disabled"),
+    ],
+)
+def test_doctor_says_the_next_step(tree, tell, says):
+    tell(tree)
+    assert any(says in line for line in doctor.advise(doctor.examine(tree.root)))
+
+
+def test_doctor_of_this_machine():
+    found = json.loads(run_doctor("--json"))
+    assert found["nodes"][0]["size"] > 0
+    assert found["shm"]["bytes"] > 0
+
+
+# ---- options of URIs ----
+
+
+def test_two_mebibyte_pages_or_an_error(uri):
+    try:
+        pool = kvpool.create(f"{uri}?hugepage=2M", "8MiB", "64KiB")
+    except kvpool.NoSpace as error:
+        assert "hugepage=2M" in str(error)
+        return
+    with pool:
+        assert pool.uri == uri
+        assert pool.stats()["huge_bytes"] >= 8 * MIB
+
+
+def test_reserved_pages_by_either_name():
+    for uri in ("hugetlb:2MiB", "memfd:?hugepage=2M"):
+        with pytest.raises(kvpool.NoSpace, match="nr_hugepages"):
+            kvpool.create(uri, "64GiB", "64KiB")
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("shm:x?hugepage=4K", "hugepage=2M"),
+        ("hugetlb:2MiB?hugepage=2M", "says its size itself"),
+        ("shm:x?hugepage=2M&interleave=0", "hugetlb:2MiB[?]interleave="),
+        ("dax:/dev/null?hugepage=1G", "hugepage=2M"),
+    ],
+)
+def test_options_that_do_not_fit(uri, says):
+    with pytest.raises(kvpool.InvalidArgument, match=says):
+        kvpool.create(uri, "4MiB")
+
+
+def test_nodes_need_memory_that_comes_from_somewhere(tmp_path):
+    with pytest.raises(kvpool.InvalidArgument, match="lies where it lies"):
+        kvpool.create(f"file:{tmp_path}/pool?node=0", "1MiB", "4KiB")
+    assert not list(tmp_path.iterdir())
+
+
+def test_pages_that_are_spread_stay_so(uri):
+    """What the kernel makes huge pages of it moves to one node: an interleaved pool is left alone."""
+    with kvpool.create(f"{uri}?interleave=0", "8MiB", "64KiB") as pool:
+        assert pool.stats()["huge_bytes"] == 0

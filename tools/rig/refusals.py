@@ -1,0 +1,151 @@
+"""What must be refused on a device, with an error that says what to do: on guests that share a soft-reserved device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvpool.tools.rig.devices import MIB
+from kvpool.tools.rig.guest import Guest, boot
+from kvpool.tools.rig.shared import BLOCK, CHAIN, POOL, URI, Note, Rack, demand, whole
+
+__all__ = ["cxl_region_gone", "one_maker", "other_content", "system_modes", "too_small"]
+
+ROUNDS = 3
+MADE = {
+    "size": POOL,
+    "block": BLOCK,
+    "workers": 4,
+    "mode": "noncoherent",
+    "hosts": 3,
+    "lease": 10.0,
+    "unqualified": True,
+}
+VERSION_AT, EXT4_AT = 8, 0x438
+# A worker that uses the pool until its device is taken away under it.
+VICTIM = """python3 -P -c '
+import kvpool
+pool = kvpool.open("{uri}", host=0, unqualified=True)
+print("open", flush=True)
+while True: pool.check()
+' >/tmp/victim 2>&1 & victim=$!
+for i in $(seq 900); do grep -q open /tmp/victim && break; sleep 0.1; done
+daxctl disable-device -f dax0.0; wait $victim; echo "ended $?"
+"""
+
+
+def refused(guest: Guest, kind: str, says: str, do: str, uri: str = URI, **options: object) -> None:
+    """A call must end in that error, and its text must say something."""
+    got, text = guest.refusal(do, uri=uri, options=options)
+    demand(got == kind and says in text, f"{do} {options} was to end in {kind} that says {says!r}", got, text)
+
+
+def clear(guest: Guest) -> None:
+    """Make the device free, whatever is on it."""
+    guest.ask("command", arguments=["rm", URI, "--force"])
+    guest.kvpool("rm", URI, "--force")
+
+
+def one_maker(rack: Rack, note: Note) -> None:
+    """Two hosts make a pool at once: exactly one has it, and the other is told."""
+    for _ in range(ROUNDS):
+        clear(rack.a)
+        for host, guest in enumerate((rack.a, rack.b)):
+            guest.send("create", uri=URI, options=MADE | {"host": host})
+        answers = [guest.receive() for guest in (rack.a, rack.b)]
+        made = ["ok" in answer for answer in answers]
+        kinds = [answer.get("kind") for answer in answers]
+        demand(sum(made) == 1, "of two hosts that make a pool one has it", answers)
+        demand(set(kinds) <= {None, "Busy", "Exists"}, "the other one is told why", answers)
+        winner = rack.a if made[0] else rack.b
+        demand(winner.ask("publish", number=7, count=CHAIN) == CHAIN, "the winner's pool")
+        winner.ask("close")
+    note(f"two hosts make a pool at once, {ROUNDS} times: exactly one has it")
+
+
+def too_small(rack: Rack, note: Note) -> None:
+    """Sizes that do not fit: the device's, another pool's, another host's device."""
+    a = rack.a
+    clear(a)
+    refused(a, "NoSpace", "missing", "create", **MADE | {"size": 1 << 30, "host": 0})
+    a.ask("create", uri=URI, options=MADE | {"host": 0})
+    a.ask("publish", number=8, count=CHAIN)
+    refused(a, "Exists", "kvpool rm", "create", **MADE | {"size": 4 * MIB, "host": 0})
+    refused(a, "Exists", "kvpool rm", "create", size=4 * MIB, block=BLOCK)
+    refused(a, "NotFound", "holds a pool", "create", uri="dax:auto", **MADE | {"host": 0})
+    rack.b.kill()
+    rack.b = small = rack.start(1, 32 * MIB)
+    boot(small)
+    refused(small, "Truncated", "", "open", host=1, unqualified=True)
+    demand(whole(a.ask("verify", number=8, count=CHAIN)), "the pool that all of this was about")
+    a.ask("close")
+    note("refused: a pool larger than the device, over a larger pool, over one of another mode, on a smaller device")
+
+
+def poke(memory: Path, at: int, data: bytes) -> None:
+    """Write to the device from below."""
+    with memory.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def peek(memory: Path, at: int, size: int) -> bytes:
+    """Read the device from below."""
+    with memory.open("rb") as file:
+        file.seek(at)
+        return file.read(size)
+
+
+def other_content(rack: Rack, note: Note) -> None:
+    """A file system, a pool of another version, bytes that nobody knows."""
+    a = rack.a
+    poke(rack.memory, VERSION_AT, (1).to_bytes(8, "little"))
+    refused(a, "VersionMismatch", "", "open", host=0, unqualified=True)
+    refused(a, "Exists", "another version", "create", **MADE | {"host": 0})
+    clear(a)
+    poke(rack.memory, EXT4_AT, b"\x53\xef")
+    refused(a, "Foreign", "ext4", "create", **MADE | {"host": 0})
+    refused(a, "NotFound", "holds something", "create", uri="dax:auto", **MADE | {"host": 0})
+    demand(peek(rack.memory, EXT4_AT, 2) == b"\x53\xef", "the file system was touched")
+    clear(a)
+    demand(not any(peek(rack.memory, EXT4_AT, 2)), "rm --force has not cleared the mark")
+    poke(rack.memory, 8192, b"somebody's")
+    refused(a, "NotFound", "no pool", "create", uri="dax:auto", **MADE | {"host": 0})
+    poke(rack.memory, 0, bytes(1 * MIB))
+    a.ask("create", uri="dax:auto", options=MADE | {"host": 0})
+    demand(a.ask("publish", number=9, count=CHAIN) == CHAIN, "the pool that dax:auto made")
+    a.ask("close")
+    note("refused: a file system, another version, unknown bytes; dax:auto takes the device once it is free")
+
+
+def seen_by_doctor(guest: Guest) -> dict[str, str]:
+    """Name and mode of each dax device."""
+    return {device["name"]: device["mode"] for device in json.loads(guest.kvpool("doctor", "--json"))["dax"]}
+
+
+def system_modes(rack: Rack, note: Note) -> None:
+    """System RAM, disabled, and gone while it is used."""
+    a = rack.a
+    ended = a.run(VICTIM.format(uri=URI)).strip().splitlines()[-1]
+    demand(ended in ("ended 135", "ended 1"), "a worker whose device goes ends by SIGBUS or with an error", ended)
+    refused(a, "NotFound", "daxctl reconfigure-device", "open", host=0)
+    demand(seen_by_doctor(a) == {"dax0.0": "disabled"}, "kvpool doctor", seen_by_doctor(a))
+    a.run("modprobe kmem; daxctl reconfigure-device -m system-ram --no-online --force dax0.0")
+    refused(a, "NotFound", "system-ram", "create", **MADE | {"host": 0})
+    demand(seen_by_doctor(a) == {"dax0.0": "system-ram"}, "kvpool doctor", seen_by_doctor(a))
+    a.run("daxctl reconfigure-device -m devdax --force dax0.0")
+    a.ask("open", uri=URI, options={"host": 0, "unqualified": True})
+    demand(whole(a.ask("verify", number=9, count=CHAIN)), "the pool, once its device is back")
+    a.ask("close")
+    note("refused: a device that is disabled, or system RAM; one that went while used came back with its pool")
+
+
+def cxl_region_gone(rack: Rack, note: Note) -> None:
+    """A region that was disabled: there is no device any more."""
+    a = rack.a
+    a.ask("close")
+    a.run("daxctl disable-device dax0.0; cxl disable-region --force region0")
+    refused(a, "NotFound", "region", "open", host=0)
+    found = json.loads(a.kvpool("doctor", "--json"))
+    demand(not found["dax"] and found["cxl"]["memories"] == 1, "kvpool doctor", found)
+    note("refused: a region without backing")
