@@ -64,7 +64,7 @@ class CxlRegion:
 
 @dataclass(frozen=True)
 class Node:
-    """A NUMA node. Latency (ns) and bandwidth (MB/s) are the firmware's, seen from the nearest processors; 0: unknown."""
+    """A NUMA node. Latency (ns) and bandwidth (MB/s) from the nearest processors as the firmware says; 0: unknown."""
 
     number: int
     size: int

@@ -98,9 +98,8 @@ def test_auto_without_devices(tmp_path):
 
 def test_auto_goes_on_to_the_next_device(monkeypatch):
     """Both devices look free; the core refuses them, each for a reason of its own."""
-    pair = [
-        devices.DaxDevice(f"dax{n}.0", f"/dev/kvpool-none{n}", 1 << 30, 2 * MIB, "devdax", -1, "cxl") for n in (0, 1)
-    ]
+    rest = 1 << 30, 2 * MIB, "devdax", -1, "cxl"
+    pair = [devices.DaxDevice(f"dax{n}.0", f"/dev/kvpool-none{n}", *rest) for n in (0, 1)]
     monkeypatch.setattr(kvpool.pool, "free_dax", lambda size: (pair, {"dax9.0": "it is disabled"}))
     with pytest.raises(kvpool.NotFound) as error:
         kvpool.create("dax:auto", "4MiB")
@@ -191,11 +190,12 @@ def test_doctor_of_this_machine():
 
 
 def test_two_mebibyte_pages_or_an_error(uri):
+    with pytest.raises(kvpool.NoSpace, match="hugepage=2M"):
+        kvpool.create(f"{uri}?hugepage=2M", "1MiB", "64KiB")  # less than one of them
     try:
         pool = kvpool.create(f"{uri}?hugepage=2M", "8MiB", "64KiB")
-    except kvpool.NoSpace as error:
-        assert "hugepage=2M" in str(error)
-        return
+    except kvpool.NoSpace:
+        pytest.skip("this kernel gives none")
     with pool:
         assert pool.uri == uri
         assert pool.stats()["huge_bytes"] >= 8 * MIB
@@ -204,7 +204,7 @@ def test_two_mebibyte_pages_or_an_error(uri):
 def test_reserved_pages_by_either_name():
     for uri in ("hugetlb:2MiB", "memfd:?hugepage=2M"):
         with pytest.raises(kvpool.NoSpace, match="nr_hugepages"):
-            kvpool.create(uri, "64GiB", "64KiB")
+            kvpool.create(uri, "4GiB", "64KiB")
 
 
 @pytest.mark.parametrize(

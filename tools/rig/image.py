@@ -122,8 +122,8 @@ def write_cpio(root: Path, out: BinaryIO) -> None:
     _write_entry(out, 0, "TRAILER!!!", 0, b"")
 
 
-def build(folder: Path, guest_root: Path, kernel_root: Path, wheel: Path, extra: dict[str, Path]) -> Path:
-    """The image, in `folder`. `extra`: files to be added, by their path in the guest."""
+def build(folder: Path, guest_root: Path, kernel_root: Path, wheel: Path) -> Path:
+    """The image, in `folder`."""
     root = folder / "root"
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(guest_root, root, symlinks=True)
@@ -133,8 +133,6 @@ def build(folder: Path, guest_root: Path, kernel_root: Path, wheel: Path, extra:
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(root / PACKAGES)
     _compile(root, f"{PACKAGES}/kvpool")
-    for name, source in extra.items():
-        shutil.copy(source, root / name)
     (root / "init").write_text(INIT)
     (root / "init").chmod(0o755)
     image = folder / "guest.cpio"

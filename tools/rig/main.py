@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -58,19 +59,34 @@ def obstacle() -> str:
     return packages.missing_tools()
 
 
-def prepare(folder: Path, mirror: str | None, wheel: Path) -> Machine:
-    """Fetch, unpack and build what is not there yet."""
+class Parts(NamedTuple):
+    """Folders with unpacked packages."""
+
+    qemu: Path
+    guest: Path
+    kernel: Path
+
+
+def fetch(folder: Path, mirror: str | None) -> Parts:
+    """Fetch and unpack what is not there yet. Raises `Unavailable`."""
+    why = obstacle()
+    if why:
+        raise packages.Unavailable(f"no guests here: {why}")
     folder.mkdir(parents=True, exist_ok=True)
     archive = packages.Archive(folder, mirror)
     archive.prepare()
     qemu = archive.root("machine", packages.MACHINE)
     guest = archive.root("guest", packages.GUEST, image.prepare_guest)
-    kernel = archive.kernel_root()
-    built = image.build(folder, guest, kernel, wheel, {})
+    return Parts(qemu, guest, archive.kernel_root())
+
+
+def build(folder: Path, parts: Parts, wheel: Path) -> Machine:
+    """The image with this wheel."""
+    built = image.build(folder, parts.guest, parts.kernel, wheel)
     logs = folder / "logs"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir()
-    return Machine(find_qemu(qemu), image.kernel_of(kernel), built, logs)
+    return Machine(find_qemu(parts.qemu), image.kernel_of(parts.kernel), built, logs)
 
 
 def run_job(machine: Machine, name: str, started: float) -> dict[str, object]:
@@ -102,26 +118,28 @@ def show(results: list[dict[str, object]]) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("devices", nargs=-1, type=click.Choice(list(JOBS)))
-@click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True,
+@click.option("--wheel", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="The built wheel of kvpool, for this machine's Python or any later one.")  # fmt: skip
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), default=Path("build/rig"),
               show_default=True, help="For packages, the image, and what guests print.")  # fmt: skip
 @click.option("--mirror", help="A Debian archive [default: the one in this machine's apt sources].")
+@click.option("--probe", is_flag=True, help="Only fetch what is needed, and say whether guests can be had here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 @click.pass_context
-def main(ctx: click.Context, devices: tuple[str, ...], wheel: Path, folder: Path, mirror: str | None,
-         as_json: bool) -> None:  # fmt: skip
+def main(ctx: click.Context, devices: tuple[str, ...], wheel: Path | None, folder: Path, mirror: str | None,
+         probe: bool, as_json: bool) -> None:  # fmt: skip
     """Run the pool on emulated DEVICES (default: all of them), in guests of QEMU.
 
-    Needs x86-64, apt and the Debian archive; installs nothing. Exit codes: 0 all passed; 1 something failed; 3 the
-    guests cannot be had here.
+    Needs x86-64, apt and the Debian archive; installs nothing. Exit codes: 0 all passed; 1 something failed; 2 the
+    command line is wrong; 3 the guests cannot be had here.
     """
-    why = obstacle()
-    if why:
-        click.echo(f"kvpool-rig: no guests here: {why}", err=True)
-        ctx.exit(3)
+    if wheel is None and not probe:
+        raise click.UsageError("give --wheel: make test-devices builds one")
     started = time.monotonic()
-    machine = prepare(folder.resolve(), mirror, wheel)
+    parts = fetch(folder.resolve(), mirror)
+    if probe or wheel is None:
+        return
+    machine = build(folder.resolve(), parts, wheel)
     click.echo(f"{time.monotonic() - started:6.1f} s  packages unpacked, image built", err=True)
     results = [run_job(machine, name, started) for name in devices or JOBS]
     if as_json:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-__all__ = ["GUEST", "MACHINE", "SUITE", "Archive", "missing_tools"]
+__all__ = ["GUEST", "MACHINE", "SUITE", "Archive", "Unavailable", "missing_tools"]
 
 SUITE = "trixie"  # the first with cxl, and with a QEMU (10.0) whose CXL devices read back what was written
 MACHINE = ("qemu-system-x86", "seabios")
@@ -45,7 +45,13 @@ def find_mirror() -> str:
     for line in re.findall(r"^(?:URIs:|deb\s).*$", text, re.MULTILINE):
         for uri in re.findall(r"(?:https?|file)://\S+?/debian/?(?=\s|$)", line):
             return str(uri)
-    raise click.ClickException("no Debian archive in /etc/apt/sources.list*: name one with --mirror")
+    raise Unavailable("no Debian archive in /etc/apt/sources.list*: name one with --mirror")
+
+
+class Unavailable(click.ClickException):
+    """The guests cannot be had on this machine: nothing was tested."""
+
+    exit_code = 3
 
 
 class Archive:
@@ -74,7 +80,7 @@ class Archive:
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
         if done.returncode:
             last = "\n".join(done.stderr.strip().splitlines()[-3:])
-            raise click.ClickException(f"{tool} {' '.join(arguments[:2])} failed: {last}")
+            raise Unavailable(f"{tool} {' '.join(arguments[:2])} failed: {last}")
         return done.stdout
 
     def kernel(self) -> str:
