@@ -278,9 +278,11 @@ static int look_at_device(kvp_pool *pool, uint64_t *incarnation)
     const char *other = kvp_device_content(pool->mapping.base, pool->mapping.bytes);
 
     *incarnation = 0;
+    if (other) /* also where its maker has left the mark of an old pool */
+        return kvp_fail(KVP_E_FOREIGN, "%s holds %s: take another device, or clear it (kvpool rm --force)",
+                        pool->mapping.uri, other);
     if (seen.magic != KVP_MAGIC)
-        return !other ? KVP_OK : kvp_fail(KVP_E_FOREIGN, "%s holds %s: take another device, or clear it (kvpool rm --force)",
-                                          pool->mapping.uri, other);
+        return KVP_OK;
     if (status == KVP_E_OLDER || status == KVP_E_NEWER || status == KVP_E_LAYOUT)
         return kvp_fail(KVP_E_EXISTS, "%s holds a pool of another version of kvpool: remove it with that, or clear the device "
                         "(kvpool rm --force)", pool->mapping.uri);

@@ -83,7 +83,8 @@ int kvp_pool_remove(const char *uri, int force)
         status = kvp_fail(whole, "%s: %s: it is left alone%s", uri, kvp_strerror(whole),
                           whole == KVP_E_MODE ? "" : " (force removes it)");
     int kind = mapping.kind;
-    if (kind == KVP_MAP_DAX && whole != KVP_OK && status == KVP_OK) /* there is no name to take away */
+    if (kind == KVP_MAP_DAX && status == KVP_OK && /* there is no name to take away */
+        (whole != KVP_OK || (force && kvp_device_content(mapping.base, mapping.bytes))))
         kvp_device_wipe(mapping.base, mapping.bytes);
     free(seen);
     kvp_mapping_close(&mapping);

@@ -295,6 +295,7 @@ static void two_makers_setup(void)
     world_prepare(&(struct world_request){.blocks = 2, .hosts = 2, .workers = 1}, 1);
     ex_allow_two_writers();
     ex_allow_dirty_invalidate();
+    standins_kind = KVP_MAP_DAX;
     world_slept = wait_for_rival;
     world_spawn_machine(0, make_against_rival, 0);
     world_spawn_machine(1, make_against_rival, 0);

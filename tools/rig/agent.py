@@ -89,6 +89,12 @@ def close() -> None:
     gc.collect()
 
 
+def clear(uri: str) -> None:
+    """Make a device free, whatever is on it."""
+    held.clear()
+    kvpool.remove(uri, force=True)
+
+
 def publish(number: int, count: int) -> int:
     """A chain, written in place; how many blocks of it were new."""
     space = pool().namespace(IDENTITY)
@@ -198,9 +204,9 @@ def placement() -> dict[str, Any]:
 
 
 DO: dict[str, Callable[..., Any]] = {
-    "check": check, "close": close, "command": command, "converse": converse, "create": create, "fence": fence,
-    "hold": hold, "hosts": hosts, "info": info, "open": open_pool, "placement": placement, "publish": publish,
-    "shell": shell, "sync": sync, "verify": verify,
+    "check": check, "clear": clear, "close": close, "command": command, "converse": converse, "create": create,
+    "fence": fence, "hold": hold, "hosts": hosts, "info": info, "open": open_pool, "placement": placement,
+    "publish": publish, "shell": shell, "sync": sync, "verify": verify,
 }  # fmt: skip
 
 

@@ -28,19 +28,20 @@ def on_soft_reserved(machine: Machine, note: Note) -> None:
     """(a), and what must be refused on any device."""
     with ExitStack() as stack:
         rack = Rack(machine, "hmem", lambda memory, size, host: soft_reserved(memory, size), stack)
-        run(rack, 2000, note)
+        run(rack, 500, note)
         rack.a.ask("close")
         refusals.one_maker(rack, note)
         refusals.too_small(rack, note)
         refusals.other_content(rack, note)
         refusals.system_modes(rack, note)
+        refusals.device_gone(rack, note)
 
 
 def on_cxl(machine: Machine, note: Note) -> None:
     """(b)."""
     with ExitStack() as stack:
         rack = Rack(machine, "cxl", lambda memory, size, host: cxl(memory, size, host + 1), stack)
-        run(rack, 300, note)
+        run(rack, 200, note)
         refusals.cxl_region_gone(rack, note)
 
 

@@ -9,7 +9,7 @@ from kvpool.tools.rig.devices import MIB
 from kvpool.tools.rig.guest import Guest, boot
 from kvpool.tools.rig.shared import BLOCK, CHAIN, POOL, URI, Note, Rack, demand, whole
 
-__all__ = ["cxl_region_gone", "one_maker", "other_content", "system_modes", "too_small"]
+__all__ = ["cxl_region_gone", "device_gone", "one_maker", "other_content", "system_modes", "too_small"]
 
 ROUNDS = 3
 MADE = {
@@ -18,19 +18,24 @@ MADE = {
     "workers": 4,
     "mode": "noncoherent",
     "hosts": 3,
-    "lease": 10.0,
+    "lease": 4.0,
     "unqualified": True,
 }
 VERSION_AT, EXT4_AT = 8, 0x438
-# A worker that uses the pool until its device is taken away under it.
+# A worker that has the pool open while its device is taken away, and then uses it.
 VICTIM = """python3 -P -c '
+import os, time
 import kvpool
 pool = kvpool.open("{uri}", host=0, unqualified=True)
 print("open", flush=True)
-while True: pool.check()
+while not os.path.exists("/tmp/gone"): time.sleep(0.1)
+pool.check()
+print("checked", flush=True)
 ' >/tmp/victim 2>&1 & victim=$!
 for i in $(seq 900); do grep -q open /tmp/victim && break; sleep 0.1; done
-daxctl disable-device -f dax0.0; wait $victim; echo "ended $?"
+timeout 60 daxctl disable-device -f dax0.0; touch /tmp/gone
+for i in $(seq 900); do kill -0 $victim 2>/dev/null || break; sleep 0.1; done
+kill -0 $victim 2>/dev/null && echo "ended never" || {{ wait $victim; echo "ended $?"; }}
 """
 
 
@@ -40,16 +45,10 @@ def refused(guest: Guest, kind: str, says: str, do: str, uri: str = URI, **optio
     demand(got == kind and says in text, f"{do} {options} was to end in {kind} that says {says!r}", got, text)
 
 
-def clear(guest: Guest) -> None:
-    """Make the device free, whatever is on it."""
-    guest.ask("command", arguments=["rm", URI, "--force"])
-    guest.kvpool("rm", URI, "--force")
-
-
 def one_maker(rack: Rack, note: Note) -> None:
     """Two hosts make a pool at once: exactly one has it, and the other is told."""
     for _ in range(ROUNDS):
-        clear(rack.a)
+        rack.a.ask("clear", uri=URI)
         for host, guest in enumerate((rack.a, rack.b)):
             guest.send("create", uri=URI, options=MADE | {"host": host})
         answers = [guest.receive() for guest in (rack.a, rack.b)]
@@ -66,15 +65,15 @@ def one_maker(rack: Rack, note: Note) -> None:
 def too_small(rack: Rack, note: Note) -> None:
     """Sizes that do not fit: the device's, another pool's, another host's device."""
     a = rack.a
-    clear(a)
+    a.ask("clear", uri=URI)
+    rack.b.kill()
+    small = rack.start(1, 32 * MIB)  # it boots meanwhile
     refused(a, "NoSpace", "missing", "create", **MADE | {"size": 1 << 30, "host": 0})
     a.ask("create", uri=URI, options=MADE | {"host": 0})
     a.ask("publish", number=8, count=CHAIN)
     refused(a, "Exists", "kvpool rm", "create", **MADE | {"size": 4 * MIB, "host": 0})
     refused(a, "Exists", "kvpool rm", "create", size=4 * MIB, block=BLOCK)
     refused(a, "NotFound", "holds a pool", "create", uri="dax:auto", **MADE | {"host": 0})
-    rack.b.kill()
-    rack.b = small = rack.start(1, 32 * MIB)
     boot(small)
     refused(small, "Truncated", "", "open", host=1, unqualified=True)
     demand(whole(a.ask("verify", number=8, count=CHAIN)), "the pool that all of this was about")
@@ -102,12 +101,12 @@ def other_content(rack: Rack, note: Note) -> None:
     poke(rack.memory, VERSION_AT, (1).to_bytes(8, "little"))
     refused(a, "VersionMismatch", "", "open", host=0, unqualified=True)
     refused(a, "Exists", "another version", "create", **MADE | {"host": 0})
-    clear(a)
+    a.ask("clear", uri=URI)
     poke(rack.memory, EXT4_AT, b"\x53\xef")
     refused(a, "Foreign", "ext4", "create", **MADE | {"host": 0})
     refused(a, "NotFound", "holds something", "create", uri="dax:auto", **MADE | {"host": 0})
     demand(peek(rack.memory, EXT4_AT, 2) == b"\x53\xef", "the file system was touched")
-    clear(a)
+    a.ask("clear", uri=URI)
     demand(not any(peek(rack.memory, EXT4_AT, 2)), "rm --force has not cleared the mark")
     poke(rack.memory, 8192, b"somebody's")
     refused(a, "NotFound", "no pool", "create", uri="dax:auto", **MADE | {"host": 0})
@@ -126,8 +125,7 @@ def seen_by_doctor(guest: Guest) -> dict[str, str]:
 def system_modes(rack: Rack, note: Note) -> None:
     """System RAM, disabled, and gone while it is used."""
     a = rack.a
-    ended = a.run(VICTIM.format(uri=URI)).strip().splitlines()[-1]
-    demand(ended in ("ended 135", "ended 1"), "a worker whose device goes ends by SIGBUS or with an error", ended)
+    a.run("daxctl disable-device dax0.0")
     refused(a, "NotFound", "daxctl reconfigure-device", "open", host=0)
     demand(seen_by_doctor(a) == {"dax0.0": "disabled"}, "kvpool doctor", seen_by_doctor(a))
     a.run("modprobe kmem; daxctl reconfigure-device -m system-ram --no-online --force dax0.0")
@@ -137,7 +135,15 @@ def system_modes(rack: Rack, note: Note) -> None:
     a.ask("open", uri=URI, options={"host": 0, "unqualified": True})
     demand(whole(a.ask("verify", number=9, count=CHAIN)), "the pool, once its device is back")
     a.ask("close")
-    note("refused: a device that is disabled, or system RAM; one that went while used came back with its pool")
+    note("refused: a device that is disabled, or system RAM; back as a device it has its pool")
+
+
+def device_gone(rack: Rack, note: Note) -> None:
+    """A device is taken away under a worker: that one ends, the next is told."""
+    told = rack.a.run(VICTIM.format(uri=URI)).strip()
+    demand(told.splitlines()[-1] in ("ended 135", "ended 1"), "a worker whose device goes", told)
+    refused(rack.a, "NotFound", "kvpool doctor", "open", host=0)
+    note("a device taken away under a worker: that one ends by SIGBUS or an error, the next is told")
 
 
 def cxl_region_gone(rack: Rack, note: Note) -> None:

@@ -63,7 +63,7 @@ class Rack:
 def shared_pool(rack: Rack, note: Note) -> None:
     """Create, open, publish and match, both ways at once."""
     a, b = rack.a, rack.b
-    made = {"size": POOL, "block": BLOCK, "workers": 4, "mode": "noncoherent", "hosts": 3, "host": 0, "lease": 10.0}
+    made = {"size": POOL, "block": BLOCK, "workers": 4, "mode": "noncoherent", "hosts": 3, "host": 0, "lease": 4.0}
     a.ask("create", uri=URI, options=made | {"unqualified": True})
     kind, text = b.refusal("open", uri=URI, options={"host": 1})
     demand(kind == "Unqualified", "an unqualified device was opened", kind, text)
@@ -101,6 +101,7 @@ def lost_host(rack: Rack, note: Note) -> None:
     demand(whole(b.ask("verify", number=2, count=CHAIN)), "the chain that the killed host will leave")
     before = b.ask("hosts")[0]
     a.kill()
+    rack.a = a = rack.start(0)  # it boots while the other one adopts
     demand(whole(b.ask("verify", number=2, count=CHAIN)), "what a killed host had published is gone")
     adopted = b.ask("fence", host=0, incarnation=before["incarnation"])
     demand(adopted == before["segments"], "segments adopted", adopted, before)
@@ -108,7 +109,6 @@ def lost_host(rack: Rack, note: Note) -> None:
     report = b.ask("check")
     demand(report["clean"] and report["leaked"] == 0, "after an adoption", report)
     note(f"one guest killed, its {adopted} segments adopted after the fence, all it had published still right")
-    rack.a = a = rack.start(0)
     boot(a)
     a.ask("open", uri=URI, options={"host": 0})
     rows = a.ask("hosts")
@@ -137,7 +137,7 @@ def coherent_refused(rack: Rack, note: Note) -> None:
     """A pool of mode coherent is one machine's: the other guest may neither open it nor qualify it."""
     for guest in (rack.b, rack.a):
         guest.ask("close")
-    rack.b.kvpool("rm", URI, "--force")
+    rack.b.ask("clear", uri=URI)
     rack.a.ask("create", uri=URI, options={"size": POOL, "block": BLOCK, "workers": 4})
     rack.a.ask("publish", number=5, count=CHAIN)
     for guest in (rack.a, rack.b):
