@@ -96,7 +96,8 @@ void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment)
                 kvp_set_hint(&arena->class[c], number);
 }
 
-/* Pins of our former life go, whatever our cache may hold of them; its logs go on from where memory says. */
+/* Pins of our former life go, whatever our cache may hold of them; its logs go on from where memory says: they are read
+ * when a worker joins, long after the fence of kvp_refresh_words. */
 static void take_tables(struct kvp_arena *arena)
 {
     nc_u64 *high = kvp_pin_high(arena, arena->host);
@@ -110,7 +111,6 @@ static void take_tables(struct kvp_arena *arena)
         nc_invalidate(kvp_ring(arena, arena->host, w), arena->layout.log_records * sizeof(struct kvp_record));
     }
     nc_write_back(high, arena->layout.workers * 8ull);
-    nc_read_fence(); /* the records are read, when a worker joins, after they were dropped */
 }
 
 /* One host, and nothing was here before. */

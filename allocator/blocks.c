@@ -183,8 +183,8 @@ int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint3
 void kvp_block_end(struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     nc_write_back(arena->class[c].data + number * arena->class[c].stride, arena->class[c].stride);
-    nc_write_fence(); /* in memory before the block is FREE: once it is, it may become another host's, and what our cache
-                       * still held would fall on what that host writes there */
+    nc_write_fence(); /* in memory before the block is FREE, as is its label: once it is, it may become another host's, and
+                       * what our cache still held would fall on what that host writes there */
 }
 
 int kvp_future_ref(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *ref)

@@ -54,8 +54,8 @@ void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, 
     nc_write_back(own, 8);
 }
 
-/* Every line of a segment that our cache may hold: its words and labels, and pins of ours that nobody else has seen. Its
- * bytes were written back when they were published, or when their reservation ended. */
+/* The lines of a segment that our cache may still hold: its words, and pins of ours that nobody else has seen. Its bytes and
+ * labels were written back, and fenced, when they were published or when that came to nothing. */
 static void write_all_back(struct kvp_arena *arena, uint32_t segment)
 {
     uint32_t first, end;
@@ -63,7 +63,6 @@ static void write_all_back(struct kvp_arena *arena, uint32_t segment)
     for (uint32_t c = 0; c < arena->layout.classes; c++) {
         kvp_segment_blocks(arena, c, segment, &first, &end);
         nc_write_back(&arena->class[c].words[first], (end - first) * 8ull);
-        nc_write_back(&arena->class[c].labels[first], (end - first) * sizeof(struct kvp_label));
     }
     for (uint32_t w = 0; w < arena->layout.workers; w++)
         nc_write_back(kvp_pins(arena, arena->host, w), nc_load(kvp_pin_high(arena, arena->host) + w) * 8);
@@ -97,7 +96,8 @@ static int others_have_passed(const struct kvp_arena *arena)
 {
     struct timespec pause = {0, PASS_PAUSE_NS};
 
-    co_full_fence(); /* Dekker with whoever locks a pool handle: MOVING is visible before we look who is busy */
+    /* Dekker with whoever locks a pool handle and looks at a word. It needs no fence here: after the words were closed came
+     * the release of FREE and the acquire of the locked step to MOVING. */
     for (uint32_t w = 0; w < arena->layout.workers; w++) {
         uint64_t busy = co_load(&arena->slots[w].busy);
         if (w == arena->self || !(busy & 1))

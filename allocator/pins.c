@@ -149,8 +149,7 @@ int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
     for (uint32_t i = 0; i < n && status == KVP_OK; i++)
         if ((status = announce(arena, refs[i], &lines)) != KVP_OK)
             kvp_unpin(arena, refs, i);
-    kvp_lines_end(&lines);
-    return status;
+    return status; /* the blocks are ours: no line was noted */
 }
 
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)

@@ -28,9 +28,9 @@ static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64
         arena->settle(arena->context, kvp_block(c, number));
         return nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), 0, KVP_LIVE)), 0;
     }
+    arena->forget(arena->context, kvp_block(c, number));
     if (KVP_MANY_HOSTS && kvp_word_state(word) == KVP_OWN)
         kvp_block_end(arena, c, number);
-    arena->forget(arena->context, kvp_block(c, number));
     KVP_CRASH_POINT("recover.forgotten");
     /* A new generation: the dead may have shown a reference to the publication that it did not finish. */
     if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_FREE)))

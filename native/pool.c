@@ -47,7 +47,7 @@ static void begin(kvp_pool *pool)
     if (!KVP_MANY_HOSTS || !pool->seated)
         return;
     co_store(busy_of(pool), co_load(busy_of(pool)) | 1);
-    co_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look whose a segment is */
+    co_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look at a word, or whose it is */
 }
 
 void kvp_lock(kvp_pool *pool)

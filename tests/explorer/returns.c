@@ -147,6 +147,48 @@ static void reader_fenced_setup(void)
 const struct ex_scenario scenario_reader_fenced = {.name = "reader-fenced", .what = "the same, and it is fenced while it comes back",
                                           .setup = reader_fenced_setup, .seconds = 60};
 
+/* The owner knows the first life, and that it is over, when the second one begins to pin. */
+static void fence_and_wait(void *pool)
+{
+    reset_and_fence(pool);
+    kvp_pool_follow(pool);
+    GHOST[1] = 1;
+    ex_wake();
+    while (!GHOST[0])
+        ex_spin();
+    world_merge(pool, 1);
+    world_put(pool, 2, 2);
+}
+
+static void return_when_known(void *none)
+{
+    (void)none;
+    while (!GHOST[1])
+        ex_spin();
+    kvp_pool *pool = come_back();
+    ex_wake();
+    world_merge(pool, 1);
+    world_use(pool, 0, 1);
+}
+
+static void reader_back_setup(void)
+{
+    uint32_t number[6];
+
+    owner = world_make(&(struct world_request){.blocks = 1, .hosts = 2, .workers = 1});
+    kvp_reserve(owner, 0, 6, number); /* of 8 blocks */
+    other = world_join(1);
+    world_put(owner, 0, 2);
+    kvp_pool_follow(other);
+    kvp_pool_follow(owner);
+    world_time_ns += 100 * SECOND;
+    world_spawn(owner, fence_and_wait, 0);
+    world_spawn_machine(2, return_when_known, EX_ON_CRASH);
+    world_spawn(owner, must_evict, EX_LAST);
+}
+const struct ex_scenario scenario_reader_back = {.name = "reader-back", .what = "a host that was fenced comes back and pins what the owner evicts",
+                                        .setup = reader_back_setup, .seconds = 60};
+
 /* It had pinned eight blocks of its own before, so that its pin of host 0's block lies in another line than the first one of
  * its next life. */
 static void busy_reborn_setup(void)

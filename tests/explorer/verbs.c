@@ -155,6 +155,46 @@ static void put_same_setup(void)
 const struct ex_scenario scenario_put_same = {.name = "put-same", .what = "two workers put the same batch of keys", .setup = put_same_setup,
                                               .check = check, .preemptions = 3, .events = 2};
 
+/* ---- a maker that goes on reading ---- */
+
+/* What is published is ours until we let it go, however much the other evicts; what lost to the other's is ours to fill. */
+static void keep_and_look(void *argument)
+{
+    kvp_pool *pool = argument;
+    uint32_t number;
+    uint64_t ref = 0;
+
+    int kept = world_keep(pool, 2, &number, &ref);
+    EX_CHECK(kept >= -1, "keeping answers %d", kept);
+    if (kept < 0)
+        return;
+    EX_CHECK((kept == 1) == (ref != 0) && (kept == 1) == (number == KVP_NO_BLOCK), "kept %d, block %u", kept, number);
+    for (int i = 0; kept && i < 2; i++) {
+        ex_step();
+        world_look(pool, ref, 2);
+    }
+    kvp_unpin_refs(pool, &ref, (uint32_t)kept);
+    if (!kept)
+        EX_CHECK(kvp_withdraw(pool, 0, &number, 1) == KVP_OK, "a block that lost is not ours");
+}
+
+static void put_others(void *pool)
+{
+    world_put(pool, 2, 1);
+    world_put(pool, 3, 2);
+}
+
+static void kept_setup(void)
+{
+    reader = world_make(&(struct world_request){.blocks = 2, .hosts = 1, .workers = 2});
+    owner = world_join(0);
+    world_put(owner, 0, 2);
+    world_spawn(reader, keep_and_look, 0);
+    world_spawn(owner, put_others, 0);
+}
+const struct ex_scenario scenario_kept = {.name = "kept", .what = "a block that its maker goes on reading, while another worker evicts",
+                                          .setup = kept_setup, .check = check, .preemptions = 2};
+
 /* ---- keys that do not fit the homes of their group ---- */
 
 enum { GROUP = 32 }; /* keys that fill both homes */

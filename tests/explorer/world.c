@@ -265,6 +265,16 @@ int world_put(kvp_pool *pool, uint32_t k, uint32_t n)
     return world_put_in(pool, 0, k, n);
 }
 
+int world_keep(kvp_pool *pool, uint32_t k, uint32_t *number, uint64_t *ref)
+{
+    struct kvp_key key = world_key(k);
+
+    if (kvp_reserve(pool, 0, 1, number) != KVP_OK)
+        return -1;
+    fill(pool, 0, *number, k);
+    return (int)kvp_publish_kept(pool, 0, number, &key, 1, ref);
+}
+
 void world_look(const kvp_pool *pool, uint64_t ref, uint32_t k)
 {
     const nc_u64 *data = (const nc_u64 *)(const void *)kvp_block_data(&pool->arena, (uint32_t)ref);

@@ -59,6 +59,8 @@ uint64_t world_content(uint32_t k, uint32_t line);
 /* Reserve, fill and publish a block under each of the keys k to k + n - 1: how many were published. */
 int world_put(kvp_pool *pool, uint32_t k, uint32_t n);
 int world_put_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n);
+/* As world_put of one key, but kept: 1 published and pinned, 0 still reserved (`number`), -1 there was no room. */
+int world_keep(kvp_pool *pool, uint32_t k, uint32_t *number, uint64_t *ref);
 /* Match keys k to k + n - 1, look at every byte under the pins, unpin. Returns how many were there. */
 int world_use(kvp_pool *pool, uint32_t k, uint32_t n);
 int world_use_in(kvp_pool *pool, uint32_t c, uint32_t k, uint32_t n);
