@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvpool
+from kvpool.keys import Keys
 
 __all__ = ["main"]
 
@@ -43,7 +44,7 @@ def pool() -> kvpool.Pool:
     return made
 
 
-def chain(number: int, count: int) -> NDArray[Any]:
+def chain(number: int, count: int) -> Keys:
     """Keys of a chain that every side can name by a number."""
     return pool().namespace(IDENTITY).keys(np.arange(number * 1000, number * 1000 + count))
 

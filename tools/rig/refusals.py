@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from kvpool.tools.rig.devices import MIB
 from kvpool.tools.rig.guest import Guest, boot
@@ -12,7 +13,7 @@ from kvpool.tools.rig.shared import BLOCK, CHAIN, POOL, URI, Note, Rack, demand,
 __all__ = ["cxl_region_gone", "device_gone", "one_maker", "other_content", "system_modes", "too_small"]
 
 ROUNDS = 3
-MADE = {
+MADE: dict[str, Any] = {
     "size": POOL,
     "block": BLOCK,
     "workers": 4,
@@ -39,7 +40,7 @@ kill -0 $victim 2>/dev/null && echo "ended never" || {{ wait $victim; echo "ende
 """
 
 
-def refused(guest: Guest, kind: str, says: str, do: str, uri: str = URI, **options: object) -> None:
+def refused(guest: Guest, kind: str, says: str, do: str, uri: str = URI, **options: Any) -> None:
     """A call must end in that error, and its text must say something."""
     got, text = guest.refusal(do, uri=uri, options=options)
     demand(got == kind and says in text, f"{do} {options} was to end in {kind} that says {says!r}", got, text)
