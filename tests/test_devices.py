@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import kvpool
 from kvpool import devices
 from kvpool.tools import doctor
 from kvpool.tools.main import main as kvpool_command
+from kvpool.tools.rig.image import write_cpio
+from kvpool.tools.rig.main import main as rig_command
 
 MIB = 1 << 20
 
@@ -231,3 +234,40 @@ def test_pages_that_are_spread_stay_so(uri):
     """What the kernel makes huge pages of it moves to one node: an interleaved pool is left alone."""
     with kvpool.create(f"{uri}?interleave=0", "8MiB", "64KiB") as pool:
         assert pool.stats()["huge_bytes"] == 0
+
+
+# ---- the rig, as far as it goes without a guest ----
+
+
+def run_rig(*arguments, code):
+    result = CliRunner().invoke(rig_command, list(map(str, arguments)))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def test_the_rig_needs_a_wheel():
+    assert "--wheel" in run_rig(code=2)
+
+
+def test_the_rig_says_why_there_are_no_guests(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvpool.tools.rig.packages.missing_tools", lambda: "no apt-get")
+    assert "no apt-get" in run_rig("--probe", "--folder", tmp_path / "rig", code=3)
+    assert not (tmp_path / "rig").exists()
+
+
+def test_the_image_is_what_was_in_the_folder(tmp_path):
+    """Sizes and names of a cpio archive, as the kernel reads them."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "name").write_text("kvpool")
+    (tmp_path / "link").symlink_to("etc/name")
+    out = io.BytesIO()
+    write_cpio(tmp_path, out)
+    data, at, found = out.getvalue(), 0, {}
+    while data[at : at + 6] == b"070701":
+        fields = [int(data[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]
+        name_at, size = at + 110, fields[6]
+        body = -(-(name_at + fields[11]) // 4) * 4
+        found[data[name_at : name_at + fields[11] - 1].decode()] = data[body : body + size]
+        at = -(-(body + size) // 4) * 4
+    assert at == len(data)
+    assert found == {"etc": b"", "etc/name": b"kvpool", "link": b"etc/name", "dev/console": b"", "TRAILER!!!": b""}

@@ -34,7 +34,9 @@ pool.check()
 print("checked", flush=True)
 ' >/tmp/victim 2>&1 & victim=$!
 for i in $(seq 900); do grep -q open /tmp/victim && break; sleep 0.1; done
-timeout 60 daxctl disable-device -f dax0.0; touch /tmp/gone
+timeout 60 daxctl disable-device -f dax0.0 2>&1; echo "daxctl $?"
+[ -e /sys/bus/dax/devices/dax0.0/driver ] && echo bound || echo unbound
+touch /tmp/gone
 for i in $(seq 900); do kill -0 $victim 2>/dev/null || break; sleep 0.1; done
 kill -0 $victim 2>/dev/null && echo "ended never" || {{ wait $victim; echo "ended $?"; }}
 """
