@@ -49,12 +49,17 @@ def device(guest: Guest, note: Note) -> None:
     """The same memory as devdax; the pool outlives its disabling."""
     guest.run("ndctl create-namespace -e namespace0.0 -m devdax -f")
     guest.run(f"for i in $(seq 600); do [ -e {DAX} ] && exit 0; sleep 0.1; done; exit 1")
+    kind, text = guest.refusal("create", uri=f"dax:{DAX}", options=MADE)
+    demand(kind == "Foreign" and "ext4" in text, "what the file system has left", kind, text)
+    guest.ask("clear", uri=f"dax:{DAX}")
     use(guest, f"dax:{DAX}")
     guest.run("ndctl disable-namespace namespace0.0 && ndctl enable-namespace namespace0.0")
     again(guest, f"dax:{DAX}")
     found = json.loads(guest.kvpool("doctor", "--json"))
     demand([each["kind"] for each in found["dax"]] == ["pmem"], "kvpool doctor", found["dax"])
-    note("devdax: published and matched, and again after the namespace was disabled and enabled")
+    note(
+        "devdax: refused while it holds the old ext4; then published and matched, and again after the namespace was disabled and enabled"
+    )
 
 
 def without_sync(guest: Guest, note: Note) -> None:
