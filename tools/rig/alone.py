@@ -57,9 +57,7 @@ def device(guest: Guest, note: Note) -> None:
     again(guest, f"dax:{DAX}")
     found = json.loads(guest.kvpool("doctor", "--json"))
     demand([each["kind"] for each in found["dax"]] == ["pmem"], "kvpool doctor", found["dax"])
-    note(
-        "devdax: refused while it holds the old ext4; then published and matched, and again after the namespace was disabled and enabled"
-    )
+    note("devdax: refused while it holds the old ext4; then published, matched, and again once enabled anew")
 
 
 def without_sync(guest: Guest, note: Note) -> None:
