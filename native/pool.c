@@ -293,15 +293,14 @@ static int look_at_device(kvp_pool *pool, uint64_t *incarnation)
     return KVP_OK;
 }
 
-/* Take a device that holds nothing alive, whoever else may want it, and wipe what is left of an old pool. */
+/* Take a device that holds nothing alive, whoever else may want it, and wipe it: an old pool, or bytes of anything. */
 static int take_device(kvp_pool *pool, uint64_t *incarnation)
 {
     int status = look_at_device(pool, incarnation); /* nothing is written to it before */
 
     if (status || (status = kvp_device_elect(pool)) || (status = look_at_device(pool, incarnation)))
         return status;
-    if (!(*incarnation)++)
-        return KVP_OK;
+    (*incarnation)++;
     kvp_wipe((nc_u64 *)(void *)pool->super, KVP_LINE);
     nc_write_fence(); /* no version in memory before the life goes: else one that was removed would look like a living one */
     kvp_wipe((nc_u64 *)(void *)pool->mapping.base, offsetof(struct kvp_superblock, maker));
