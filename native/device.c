@@ -74,6 +74,7 @@ int kvp_device_elect(kvp_pool *pool)
     pool->maker = drawn | 1;
     nc_store(maker, pool->maker);
     nc_write_back(maker, 8);
+    nc_full_fence(); /* the word is in memory before the pause ends, and we look at who was last */
     settle();
     return kvp_device_elected(pool);
 }
