@@ -429,7 +429,7 @@ int kvp_block_usable(const struct kvp_arena *arena, uint32_t class, uint32_t num
  * holds; each row is written by its own host. A word of a row is {epoch:32 | peer:16 | state:16}.
  *
  *    giver                                   taker
- *    words ABSENT; bytes and words written back; fence
+ *    words ABSENT and written back; fence
  *    OFFER(e, taker) ----------------------> TAKING(e); fence; is the offer still there?
  *    REVOKING(e); fence; look at the taker     yes: refresh all of it; TAKEN(e), and free for use
  *      TAKING: look again later                no:  ABORTED(e)
@@ -455,8 +455,7 @@ void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, 
 /* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
 /* Take what is offered to us, up to our quota, and see what became of our own offers: those that were refused are ours again.
- * The rows have been refreshed.
- * Returns how many segments became ours. */
+ * The rows have been refreshed. Returns how many segments were taken. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
 /* See which of our offers were taken: before the takers' records are read, which name blocks that are theirs by now. */
 void kvp_owners_see_offers(struct kvp_arena *arena);

@@ -54,11 +54,17 @@ static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead
             hint_again(class, number); /* the dead may have taken the bit and not the block */
         else if (kvp_word_who(word) == dead && (state == KVP_CACHED || state == KVP_OWN || state == KVP_EVICTING))
             freed += (uint64_t)put_back(arena, c, number, word);
-        /* Lines that the dead left right but not written back are written back too. */
-        if (number % 8 == 7 || number + 1 == class->blocks)
-            nc_write_back(&class->words[number & ~7u], 8);
     }
     return freed;
+}
+
+/* Lines that the dead left right but not written back are written back too. So are all when a worker leaves, perhaps the last. */
+static void write_words_back(struct kvp_arena *arena)
+{
+    for (uint32_t c = 0; c < arena->layout.classes; c++)
+        for (uint32_t number = 0; number < arena->class[c].blocks; number += 8)
+            if (kvp_is_ours(arena, c, number))
+                nc_write_back(&arena->class[c].words[number], 8);
 }
 
 static void recover_pins(struct kvp_arena *arena, uint32_t dead)
@@ -83,6 +89,8 @@ uint64_t kvp_recover(struct kvp_arena *arena, uint32_t dead)
     if (KVP_MANY_HOSTS)
         kvp_recover_owners(arena, dead);
     kvp_recover_segments(arena, dead);
+    if (KVP_MANY_HOSTS)
+        write_words_back(arena);
     recover_pins(arena, dead);
     /* Records that the dead had not written back: who reads this log would wait for the last one for ever. */
     nc_write_back(kvp_ring(arena, arena->host, dead), arena->layout.log_records * sizeof(struct kvp_record));

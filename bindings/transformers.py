@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -38,13 +37,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import kvpool
+from kvpool.bindings.door import Misses
 from kvpool.bindings.torch import KVLayout, PagedTensors
 from kvpool.bindings.torch.attention import attend
 
 __all__ = ["ATTENTION", "KVStore", "PoolCache", "layout_of"]
 
 ATTENTION = "kvpool"
-logger = logging.getLogger("kvpool")
 
 # Of a configuration: what does not change a key or a value.
 _IRRELEVANT = (
@@ -140,15 +139,12 @@ class KVStore:
             extra=(("engine", "transformers"), ("config", config_digest(config))),
         )
         self.namespace = pool.namespace(identity, tenant, self.paged.block_class)
-        self.misses: Counter[str] = Counter()
+        self.misses = Misses()
         self.hit_tokens = self.asked_tokens = 0
 
     def count(self, error: kvpool.Error) -> None:
-        """Take note of an error that became a miss; the first of each kind is told."""
-        name = type(error).__name__
-        self.misses[name] += 1
-        if self.misses[name] == 1:
-            logger.warning("%s: %s: %s; from now on this is a miss", self.pool.uri, name, error)
+        """An error has become a miss."""
+        self.misses.note(self.pool.uri, error)
 
     def match(self, keys: kvpool.Keys) -> kvpool.Hit | None:
         """The longest prefix, or None where the pool has trouble."""

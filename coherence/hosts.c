@@ -132,7 +132,8 @@ static int is_silent(struct kvp_roster *roster, const struct kvp_host *host)
 
     while (clock_ns(CLOCK_MONOTONIC) - start < roster->lease_ns) {
         sleep_ms(KVP_TICK_MS);
-        nc_invalidate(host, KVP_LINE); /* no fence: what the next round sees is soon enough */
+        nc_invalidate(host, KVP_LINE);
+        nc_read_fence(); /* the beat is read after it was dropped */
         if (nc_load(&host->beat) != beat)
             return 0;
     }

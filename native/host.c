@@ -133,10 +133,6 @@ void kvp_host_part(kvp_pool *pool)
     for (uint32_t w = 0; w < arena->layout.workers; w++)
         if (w != arena->self && co_load32(&arena->slots[w].lock) != 0)
             return;
-    for (uint32_t c = 0; c < arena->layout.classes; c++)
-        for (uint32_t number = 0; number < arena->class[c].blocks; number += 8)
-            if (kvp_is_ours(arena, c, number))
-                nc_write_back(&arena->class[c].words[number], 8);
     kvp_host_leave(&arena->roster);
 }
 

@@ -46,8 +46,7 @@ static void begin(kvp_pool *pool)
 {
     if (!KVP_MANY_HOSTS || !pool->seated)
         return;
-    co_store(busy_of(pool), co_load(busy_of(pool)) | 1);
-    co_full_fence(); /* Dekker with kvp_owner_offer: busy is visible before we look at a word, or whose it is */
+    co_or(busy_of(pool), 1); /* locked: Dekker with kvp_owner_offer, busy is visible before we look at a word, or whose it is */
 }
 
 void kvp_lock(kvp_pool *pool)
@@ -112,8 +111,7 @@ static void on_death(void *context, uint32_t dead)
      * from where a killed thread does not come back. */
     kvp_worker_gone(&pool->arena.slots[dead], GONE_TIMEOUT_MS);
     co_u64 *busy = &pool->arena.slots[dead].busy;
-    co_store(busy, co_load(busy) | 1);
-    co_full_fence(); /* Dekker with kvp_owner_offer, as in begin() */
+    co_or(busy, 1); /* as in begin() */
     uint64_t freed = kvp_recover(&pool->arena, dead);
     co_store(busy, co_load(busy) + 1);
     kvp_host_recovered(pool, dead);

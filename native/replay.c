@@ -433,28 +433,25 @@ static void learn_ours(kvp_pool *pool, uint32_t c, uint32_t number, uint64_t ref
         kvp_unlock(pool);
 }
 
-/* The label of a word that stands: 1 if it is that publication's. Each is dropped after the other was read: of what the
- * cache happens to hold, the one may be of another time than the other. */
-static int read_label(const struct kvp_class *class, uint32_t number, uint64_t word, struct kvp_key *key)
+/* The label of a word that was read before. It may be that of a later publication: then the word has changed in memory, and
+ * who pins or reads the reference that we had finds that. */
+static struct kvp_key read_label(const struct kvp_class *class, uint32_t number)
 {
     nc_invalidate(&class->labels[number], sizeof class->labels[number]);
     nc_read_fence(); /* the label is not older than the word: it was written before that said LIVE */
-    *key = (struct kvp_key){nc_load(&class->labels[number].low), nc_load(&class->labels[number].high)};
-    nc_invalidate(&class->words[number], 8);
-    nc_read_fence(); /* and not younger: if it were, the word would have changed before it */
-    uint64_t again = nc_load(&class->words[number]);
-    return is_standing(again) && kvp_word_generation(again) == kvp_word_generation(word);
+    return (struct kvp_key){nc_load(&class->labels[number].low), nc_load(&class->labels[number].high)};
 }
 
 static void scan_foreign(kvp_pool *pool, uint32_t c, uint32_t number, uint64_t word)
 {
     struct kvp_class *class = &pool->arena.class[c];
     uint64_t ref = kvp_ref(kvp_block(c, number), kvp_word_generation(word)), seen = co_load(&class->known[number]);
-    struct kvp_key key;
 
     if (is_standing(word)) {
-        if (is_news(seen, ref) && read_label(class, number, word, &key))
-            learn(pool, ref, &key);
+        if (!is_news(seen, ref))
+            return;
+        struct kvp_key key = read_label(class, number);
+        learn(pool, ref, &key);
     } else {
         if (kvp_word_state(seen) != KVP_ABSENT)
             kvp_unknow(pool, kvp_ref(kvp_block(c, number), kvp_word_generation(seen)));

@@ -27,7 +27,8 @@ EXPLORED = [
 # What a site may be without; words are loaded and stored by all of the code.
 ORDERING = ("write_back", "invalidate", "write_fence", "read_fence", "full_fence", "host_fence")
 BATCHED = ("lines_end", "lines_note")
-KINDS = (*ORDERING, *BATCHED, "cas", "change")
+NEEDED = (*ORDERING, *BATCHED)
+KINDS = (*NEEDED, "cas", "change")
 MACRO = re.compile(
     r"\b(?:nc_(write_back|invalidate|write_fence|read_fence|full_fence)|(co)_full_fence|kvp_(lines_end|lines_note)|"
     r"(?:nc|co)_(cas)(?:32)?|co_(exchange|add|or|and)(?:32)?)\s*\("
@@ -84,16 +85,21 @@ def run(scenario: str, *options: str, program: Path | None = None, timeout: floa
     return result
 
 
+@functools.cache
 def scenarios() -> dict[str, str]:
     """Name and description of each."""
     lines = build.run([explorer(), "list"]).splitlines()
     return {name: what.strip() for name, _, what in (line.partition(" ") for line in lines)}
 
 
+def all_sites() -> list[str]:
+    """FILE:LINE:KIND of each use of a macro."""
+    return [site.removeprefix("./") for site in build.run([explorer(), "sites"]).splitlines()]
+
+
 def compiled_sites() -> list[str]:
-    """FILE:LINE:KIND of each use of a macro in production code that could be missing."""
-    sites = [site.removeprefix("./") for site in build.run([explorer(), "sites"]).splitlines()]
-    return sorted(site for site in sites if not site.startswith("tests/") and site.rsplit(":", 1)[1] in KINDS)
+    """Those in production code that could be missing."""
+    return sorted(site for site in all_sites() if not site.startswith("tests/") and site.rsplit(":", 1)[1] in KINDS)
 
 
 def source_sites() -> list[str]:

@@ -2,8 +2,8 @@
 
 python tests/explorer_matrix.py [--record] [--all] [NAME-PREFIX ...]
 
-Prints for each site the scenario that notices, and how it is run: the one of the table tests/explorer/matrix.txt, else the
-first that is found. --record writes the table. --all: also locked operations, which are done in two steps.
+Prints for each site the scenario that notices, and how it is run: the one of the table tests/explorer/matrix.txt, else
+the first that is found. --record writes the table. --all: also locked operations, which are done in two steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import native_build as build
 TABLE = explorer.HERE / "matrix.txt"
 # From cheap to thorough. Numbers of runs, not times, so that the outcome is the same on every machine.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("random=3000",),
-    ("random=30000", "seed=2"),
-    ("arm", "random=30000", "seed=3"),
-    ("pb=3", "ev=3", "prune", "ladder", "runs=500000"),
-    ("random=300000", "seed=4"),
+    ("random=3000", "pb=99", "ev=99"),
+    ("random=30000", "pb=99", "ev=99", "seed=2"),
+    ("lazy", "random=30000", "pb=99", "ev=99", "seed=3"),
+    ("pb=3", "ev=2", "prune", "ladder", "runs=500000"),
+    ("random=300000", "pb=99", "ev=99", "seed=4"),
 )
 WORKERS = cpu_count() or 1
 FUNCTION = re.compile(r"^(?:[a-z].*?\b)?(\w+)\([^;]*$")
@@ -33,12 +33,16 @@ FUNCTION = re.compile(r"^(?:[a-z].*?\b)?(\w+)\([^;]*$")
 Run = tuple[str, tuple[str, ...]]  # scenario, options
 
 
-def names() -> dict[str, str]:
-    """Name -> FILE:LINE:KIND of each site. A name says FILE:FUNCTION:KIND, and which of those if there are several, so
-    that it stays when lines move."""
+def names(kinds: Iterable[str]) -> dict[str, str]:
+    """Name -> FILE:LINE:KIND of each site of these kinds.
+
+    A name says FILE:FUNCTION:KIND, and which of those if there are several, so that it stays when lines move.
+    """
     found: dict[str, str] = {}
     for site in sorted(explorer.compiled_sites(), key=lambda site: (site.split(":")[0], int(site.split(":")[1]))):
         file, line, kind = site.split(":")
+        if kind not in kinds:
+            continue
         before = (build.ROOT / file).read_text().splitlines()[: int(line)]
         function = next((m[1] for text in reversed(before) if (m := FUNCTION.match(text))), "")
         name = f"{file}:{function}:{kind}"
@@ -59,7 +63,7 @@ def record(table: dict[str, Run]) -> None:
     lines = [
         f"{name:{width}}  {scenario:16} {' '.join(options)}" for name, (scenario, options) in sorted(table.items())
     ]
-    head = "# Without this line of code, this scenario fails, run like this. Written by tests/explorer_matrix.py --record."
+    head = "# Without this line of code, this scenario fails, run so. Written by tests/explorer_matrix.py --record."
     TABLE.write_text("\n".join([head, *lines]) + "\n")
 
 
@@ -94,7 +98,7 @@ def matrix(sites: dict[str, str], stages: Iterable[tuple[str, ...]] = STAGES) ->
 
     def look(name: str, site: str) -> Run | None:
         run = known.get(name)
-        return run if run and notices(run, site) else search(site, stages)
+        return run if run and run[0] in explorer.scenarios() and notices(run, site) else search(site, stages)
 
     with ThreadPoolExecutor(WORKERS) as pool:
         asked = {pool.submit(look, name, site): name for name, site in sites.items()}
@@ -105,8 +109,7 @@ def matrix(sites: dict[str, str], stages: Iterable[tuple[str, ...]] = STAGES) ->
 def main() -> None:
     """Print the matrix."""
     prefixes = tuple(word for word in sys.argv[1:] if not word.startswith("--")) or ("",)
-    kinds = explorer.KINDS if "--all" in sys.argv else (*explorer.ORDERING, *explorer.BATCHED)
-    sites = {name: site for name, site in names().items() if site.rsplit(":", 1)[1] in kinds}
+    sites = names(explorer.KINDS if "--all" in sys.argv else explorer.NEEDED)
     table = {name: run for name, run in recorded().items() if name in sites} if TABLE.exists() else {}
     survivors = 0
     for name, run in matrix({name: site for name, site in sites.items() if name.startswith(prefixes)}):

@@ -1,4 +1,7 @@
-"""One vLLM engine as a child of `kvpool bench engines`: JSON lines in, JSON lines that start with @@ out."""
+"""One vLLM engine as a child of `kvpool bench engines`: JSON lines in, JSON lines that start with @@ out.
+
+Scheduler and worker are in one process, and this one asks it, as `vllm serve` does when the variable below says so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ __all__ = ["main", "prompt", "save_model"]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or CPUs get a worker in a process of its own, which has no in place
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,20 +55,12 @@ def save_model(folder: str) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def _engine(model: str, blocks: int, extra: dict[str, Any] | None) -> Any:
-    from vllm import LLM
+def _engine(model: str, blocks: int, transfer: dict[str, Any] | None) -> Any:
     from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    transfer = None
-    if extra is not None:
-        transfer = KVTransferConfig(
-            kv_connector="KVPoolConnector",
-            kv_connector_module_path="kvpool.bindings.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        )
-    return LLM(
+    arguments = EngineArgs(
         model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -77,8 +73,9 @@ def _engine(model: str, blocks: int, extra: dict[str, Any] | None) -> Any:
         num_gpu_blocks_override=blocks,
         distributed_executor_backend="uni",
         disable_log_stats=True,
-        kv_transfer_config=transfer,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
     )
+    return LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
 
 
 def _first_token(engine: Any, seed: int, length: int) -> dict[str, Any]:
@@ -87,9 +84,14 @@ def _first_token(engine: Any, seed: int, length: int) -> dict[str, Any]:
     ask = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
     request = {"prompt_token_ids": prompt(seed, length)}
     start = time.perf_counter()
-    (output,) = engine.generate([request], ask, use_tqdm=False)
+    engine.add_request(str(seed), request, ask)
+    outputs: list[Any] = []
+    while not outputs:
+        outputs = engine.step()
+    seconds = time.perf_counter() - start
+    (output,) = outputs
     return {
-        "seconds": time.perf_counter() - start,
+        "seconds": seconds,
         "token": int(output.outputs[0].token_ids[0]),
         "cached": int(output.num_cached_tokens or 0),
     }
@@ -105,14 +107,14 @@ def main() -> None:
         if order["verb"] == "model":
             save_model(order["folder"])
         elif order["verb"] == "engine":
-            engine = _engine(order["model"], order["blocks"], order["extra"])
+            engine = _engine(order["model"], order["blocks"], order["transfer"])
         elif order["verb"] == "ask":
             answer = _first_token(engine, order["seed"], order["length"])
         elif order["verb"] == "reset":
             answer = {"reset": bool(engine.reset_prefix_cache())}
         print("@@" + json.dumps(answer), flush=True)
     if engine is not None:
-        engine.llm_engine.engine_core.shutdown()
+        engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

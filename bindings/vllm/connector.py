@@ -53,8 +53,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV cache connector over a pool. See docs/engines/vllm.md.
 
     Raises at start, and then vLLM does not start: `InvalidArgument` for options or a layout that cannot be, and
-    whatever
-    `kvpool.open` raises, for example `VersionMismatch`. Later nothing that the pool does stops the engine.
+    whatever `kvpool.open` raises, for example `VersionMismatch`. Later nothing that the pool does stops the engine.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -45,7 +45,7 @@ class Events:
     ) -> None:
         """Blocks first, first + 1, ... of a request were published under keys (of rank 0)."""
         if self._stream is None or self._stream.pool is not self._link.pool:
-            self._stream = self._link.call(None, lambda pool: pool.events())
+            self._stream = self._link.run(lambda pool: pool.events(), None)
             if self._stream is not None:
                 self._poll(quiet=True)  # what was before is not ours to tell
         for key, block_hash in zip(keys, hashes, strict=True):
@@ -73,7 +73,7 @@ class Events:
         if stream is None:
             return
         nothing: list[kvpool.Event] = []
-        for event in self._link.call(nothing, lambda _: stream.poll()):
+        for event in self._link.run(lambda pool: stream.poll() if stream.pool is pool else nothing, nothing):
             known = self._announced.pop(event.key, None) if event.kind in ENDS else None
             if known is not None and not quiet:
                 self._queue.append(

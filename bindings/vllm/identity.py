@@ -1,10 +1,8 @@
 """What the blocks of a vLLM engine depend on, and the keys that follow from it.
 
-vLLM's block hash covers the tokens, `cache_salt`, the LoRA name and multi-modal content. It does not cover the
-model, the
-weights, the layout of a page or the rank: those are bound to it here. Engines that differ in any of them have other
-keys,
-so a block of one is a miss for the other.
+vLLM's block hash covers the tokens, `cache_salt`, the LoRA name and multi-modal content. It does not cover the model,
+the weights, the layout of a page or the rank: those are bound to it here. Engines that differ in any of them have other
+keys, so a block of one is a miss for the other.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import xxhash
 import kvpool
 from kvpool.bindings.errors import InvalidArgument
 
-__all__ = ["KeyRing", "engine_identity", "weights_revision"]
+__all__ = ["KeyRing", "engine_identity", "total_identity", "weights_revision"]
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
@@ -65,7 +63,7 @@ def weights_revision(config: Any, load_format: str, seed: int) -> str:
     )
 
 
-def instruction_set(vllm_config: Any) -> str:
+def instruction_set() -> str:
     """The kernels that write the pages: on a CPU their bytes are in an order of the instruction set's own."""
     import torch
     from vllm.platforms import current_platform
@@ -105,38 +103,48 @@ def describe_groups(kv_cache_config: Any) -> list[Any]:
     return described
 
 
-def engine_identity(
-    vllm_config: Any, kv_cache_config: Any, options: Any, rank: int, ranks: int, layouts: Sequence[Any]
+def total_identity(
+    vllm_config: Any, options: Any, layout: str, rank: int, ranks: int, told: Mapping[str, str]
 ) -> kvpool.Identity:
-    """The total identity of what one rank of this engine writes.
+    """What one rank of an engine writes: the network, the weights, the kernels, and what is `told` of the blocks.
 
     Raises `InvalidArgument` for a model whose weights have no name.
     """
     import vllm
 
     model, cache, quantization = vllm_config.model_config, vllm_config.cache_config, vllm_config.quant_config
-    revision = options.revision or weights_revision(model, vllm_config.load_config.load_format, model.seed)
-    layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default"
     extra = {
         "engine": f"vllm {vllm.__version__}",
         "kvpool": kvpool.__version__,
         "config": _digest(model.hf_config.to_dict()),
+        "quantization": str(quantization.get_name() if quantization else model.quantization),
+        "attention": str(getattr(vllm_config.attention_config, "backend", None)),
+        **told,
+    }
+    return kvpool.Identity(
+        model=options.model or (model.architectures[0] if os.path.isdir(model.model) else str(model.model)),
+        revision=options.revision or weights_revision(model, vllm_config.load_config.load_format, model.seed),
+        dtype=f"{model.dtype}/{cache.cache_dtype}",
+        layout=layout,
+        isa=instruction_set(),
+        rank=(rank, ranks),
+        extra=tuple(extra.items()),
+    )
+
+
+def engine_identity(
+    vllm_config: Any, kv_cache_config: Any, options: Any, rank: int, ranks: int, layouts: Sequence[Any]
+) -> kvpool.Identity:
+    """The identity of the blocks of the connector. Raises what `total_identity` raises."""
+    cache = vllm_config.cache_config
+    layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout or "default"
+    told = {
         "groups": _digest(describe_groups(kv_cache_config)),
         "pages": _digest([None if each is None else [each.starts, each.sizes] for each in layouts]),
         "block_tokens": str(cache.block_size),
         "hash": f"{cache.prefix_caching_hash_algo}:{kv_cache_config.hash_block_size}",
-        "quantization": str(quantization.get_name() if quantization else model.quantization),
-        "attention": str(getattr(vllm_config.attention_config, "backend", None)),
     }
-    return kvpool.Identity(
-        model=options.model or (model.architectures[0] if os.path.isdir(model.model) else str(model.model)),
-        revision=revision,
-        dtype=f"{model.dtype}/{cache.cache_dtype}",
-        layout=str(getattr(layout, "name", layout)),
-        isa=instruction_set(vllm_config),
-        rank=(rank, ranks),
-        extra=tuple(extra.items()),
-    )
+    return total_identity(vllm_config, options, str(getattr(layout, "name", layout)), rank, ranks, told)
 
 
 class KeyRing:

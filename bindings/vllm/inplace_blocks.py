@@ -4,13 +4,11 @@ A block is, for this engine, one of three:
 
   own      reserved in the pool: in vLLM's free queue, or written by requests. `block.pool` is vLLM's block pool.
   shared   published, by us or by others, and pinned while some request here reads it. `block.pool` is the
-  `SharedBlocks`,
-           to which vLLM's pool hands what belongs to another pool: so it never enters the free queue.
+           `SharedBlocks`, to which vLLM's pool hands what belongs to another pool: so it never enters the free queue.
   absent   everything else. As shared, but not pinned, and in no table of vLLM.
 
 A shared block has one reference more than it has users: the lease. An own block that is being published has one as
-well,
-so that it stays what it is until the pool has it.
+well, so that it stays what it is until the pool has it.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ def why_not(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if vllm.__version__.split("+")[0] not in TESTED:
         return f"it was tested with vLLM {', '.join(TESTED)} only, this is {vllm.__version__}"
     if parallel.world_size != 1 or parallel.distributed_executor_backend not in ("uni", None):
-        return "it needs one rank, whose worker is in the scheduler's process (distributed_executor_backend='uni')"
+        return (
+            "it needs one rank, with the worker in the scheduler's process: distributed_executor_backend='uni', and "
+            "on a CPU with VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        )
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported in place"
     if any(not group.kv_cache_spec.prefix_cacheable for group in kv_cache_config.kv_cache_groups):

@@ -7,7 +7,7 @@ multiple of 64 bytes on, without the padding that vLLM may have between them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpool.bindings.errors import InvalidArgument
@@ -16,9 +16,14 @@ from kvpool.namespace import Parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupLayout", "class_for", "group_layouts", "parts_of"]
+__all__ = ["LINE", "GroupLayout", "group_layouts", "padded", "parts_of"]
 
 LINE = 64
+
+
+def padded(size: int) -> int:
+    """Bytes up to the next multiple of a line."""
+    return -(-size // LINE) * LINE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ class GroupLayout:
     @property
     def block_bytes(self) -> int:
         """What a pool's block must have."""
-        return -(-(self.starts[-1] + self.sizes[-1]) // LINE) * LINE
+        return padded(self.starts[-1] + self.sizes[-1])
 
 
 def _page_bytes(spec: Any) -> int:
@@ -56,22 +61,11 @@ def group_layouts(kv_cache_config: Any) -> list[GroupLayout | None]:
         starts, at = [], 0
         for size in sizes:
             starts.append(at)
-            at += -(-size // LINE) * LINE
+            at += padded(size)
         layouts.append(
             GroupLayout(number, group.kv_cache_spec.block_size, tuple(group.layer_names), tuple(starts), tuple(sizes))
         )
     return layouts
-
-
-def class_for(block_bytes: int, classes: Sequence[int]) -> int:
-    """The pool's class with the smallest blocks that hold `block_bytes`. Raises `InvalidArgument` if there is none."""
-    fitting = [(size, number) for number, size in enumerate(classes) if size >= block_bytes]
-    if not fitting:
-        raise InvalidArgument(
-            f"a block of this engine has {block_bytes} bytes on each rank; the pool has blocks of "
-            f"{', '.join(map(str, classes))}: make it with --block {block_bytes}, or set the option size"
-        )
-    return min(fitting)[1]
 
 
 def _runs(tensor: Tensor, at: int) -> list[tuple[int, int, int]]:
@@ -117,7 +111,7 @@ def parts_of(layout: GroupLayout, tensors: Mapping[str, Tensor], blocks: int) ->
         if tensor.device.type != "cpu":
             raise InvalidArgument(
                 f"the cache of {name} is on {tensor.device}: this connector copies between memory of the host; for an "
-                "accelerator use vLLM's OffloadingConnector with kvpool.bindings.vllm.tier"
+                "accelerator use the PoolOffloadingConnector of kvpool.bindings.vllm.tier"
             )
         parts += _layer_parts(name, tensor, blocks, size, start)
     return Parts(parts)

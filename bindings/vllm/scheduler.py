@@ -169,7 +169,7 @@ class SchedulerSide:
         for group, (_, hashes) in load.groups.items():
             known = [found.refs.get((group, each), ()) for each in hashes]
             refs = np.array([ref for of_ranks in known for ref in of_ranks], np.uint64)
-            hit = self.link.call(None, partial(_pinned, refs))
+            hit = self.link.run(partial(_pinned, refs), None)
             if hit is not None:
                 hits.append(hit)
         return hits
@@ -321,8 +321,7 @@ class SchedulerSide:
 
     def take_stats(self) -> PoolStats | None:
         """Since the last time."""
-        self.stats.add("pool_failures", self.link.failures)
-        self.link.failures = 0
+        self.stats.add("pool_failures", self.link.take_failures())
         return self.stats.take()
 
     def close(self) -> None:

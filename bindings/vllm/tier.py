@@ -3,14 +3,15 @@
 `PoolTier` is a secondary tier: vLLM copies between the accelerator and its host memory, the tier between that and the
 pool. Works on any device that vLLM can offload from.
 
-    kv_connector="OffloadingConnector", kv_connector_extra_config={"spec_name": "TieringOffloadingSpec",
-        "cpu_bytes_to_use": ..., "secondary_tiers": [{"type": "PoolTier", "module_path": "kvpool.bindings.vllm.tier",
-        "uri": "shm:NAME"}]}
+    kv_connector="PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier",
+    kv_connector_extra_config={"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+        "secondary_tiers": [{"type": "PoolTier", "module_path": "kvpool.bindings.vllm.tier", "uri": "shm:NAME"}]}
 
 `PoolOffloadingSpec` has no tier in between: workers copy straight between their caches in host memory and the pool.
 
-    kv_connector="OffloadingConnector", kv_connector_extra_config={"spec_name": "PoolOffloadingSpec",
-        "spec_module_path": "kvpool.bindings.vllm.tier", "uri": "shm:NAME"}
+    kv_connector="PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier",
+    kv_connector_extra_config={"spec_name": "PoolOffloadingSpec", "spec_module_path": "kvpool.bindings.vllm.tier",
+        "uri": "shm:NAME"}
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -43,14 +45,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvpool
 from kvpool.bindings.errors import InvalidArgument
-from kvpool.bindings.vllm.identity import SNAPSHOT, KeyRing, instruction_set, weights_digest
-from kvpool.bindings.vllm.link import PoolLink
+from kvpool.bindings.vllm.identity import KeyRing, total_identity
+from kvpool.bindings.vllm.layout import LINE, padded
+from kvpool.bindings.vllm.link import PoolLink, read_rows, write_rows
 from kvpool.bindings.vllm.options import Options
 from kvpool.namespace import Parts
 
-__all__ = ["PoolOffloadingSpec", "PoolTier"]
+__all__ = ["PoolOffloadingConnector", "PoolOffloadingSpec", "PoolTier"]
 
-LINE = 64
 PAUSE_S = 0.0005
 FOR_EVER = 1e6
 
@@ -58,57 +60,48 @@ FOR_EVER = 1e6
 def _options(extra: Mapping[str, Any]) -> Options:
     """Ours among the options of vLLM's offloading."""
     known = {field.name for field in dataclasses.fields(Options)}
-    return Options.of({name: value for name, value in extra.items() if name in known} or {})
+    return Options.of({name: value for name, value in extra.items() if name in known})
 
 
-def _revision(name: str, options: Options) -> str:
-    snapshot = SNAPSHOT.search(f"{name}/")
-    if options.revision:
-        return options.revision
-    if snapshot:
-        return f"commit:{snapshot[1]}"
-    if Path(name).is_dir():
-        return weights_digest(Path(name))
-    raise InvalidArgument(f'which weights {name} stands for cannot be known: name them with the option "revision"')
+class PoolOffloadingConnector(OffloadingConnector):
+    """vLLM's own. While it makes its spec and tiers these can see the engine's whole configuration.
+
+    vLLM tells them neither the configuration of the network nor the quantization, on which every block depends.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        with set_current_vllm_config(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
 
 
-def tier_identity(config: Any, options: Options, what: str, rank: int, ranks: int) -> kvpool.Identity:
-    """The total identity of what a rank offloads, from vLLM's OffloadingConfig."""
-    import vllm
+def _engine() -> Any:
+    """The engine's configuration. Raises `InvalidArgument` under another connector."""
+    found = get_current_vllm_config_or_none()
+    if found is None:
+        raise InvalidArgument(
+            "vLLM's OffloadingConnector does not say what the engine is: use kvpool's with kv_connector="
+            '"PoolOffloadingConnector", kv_connector_module_path="kvpool.bindings.vllm.tier"'
+        )
+    return found
 
-    name = config.model.name
+
+def tier_identity(engine: Any, config: Any, options: Options, what: str, rank: int, ranks: int) -> kvpool.Identity:
+    """The identity of what a rank offloads, from vLLM's VllmConfig and OffloadingConfig."""
     sizes = config.parallel
-    extra = {
-        "engine": f"vllm {vllm.__version__}",
-        "kvpool": kvpool.__version__,
+    told = {
         "what": what,
         "groups": repr([(group.tokens_per_block, group.layer_names) for group in config.groups]),
         "chunk": f"{config.cache.tokens_per_hash}x{config.cache.blocks_per_chunk}",
+        "hash": str(engine.cache_config.prefix_caching_hash_algo),
         "bytes": str(config.worker_kv_bytes_per_block),
         "parallel": f"{sizes.world_size}/{sizes.tp_size}/{sizes.pp_size}/{sizes.pcp_size}/{sizes.dcp_size}",
         "canonical": f"{config.canonical_layout}/{config.replicated_layout}",
     }
-    return kvpool.Identity(
-        model=options.model or ("local" if Path(name).is_dir() else name),
-        revision=_revision(name, options),
-        dtype=config.model.dtype,
-        layout=str(config.kv_cache_layout),
-        isa=instruction_set(None),
-        rank=(rank, ranks),
-        extra=tuple(extra.items()),
-    )
+    return total_identity(engine, options, str(config.kv_cache_layout), rank, ranks, told)
 
 
 def _keys(ring: KeyRing, keys: Iterable[Any]) -> bytes:
     return b"".join(ring.key(get_offload_group_idx(key), get_offload_block_hash(key)) for key in keys)
-
-
-def _write(keys: bytes, parts: Parts, rows: Any, namespace: kvpool.Namespace) -> int:
-    return namespace.put_parts(keys, parts, rows, timeout=0)
-
-
-def _read(keys: bytes, parts: Parts, rows: Any, namespace: kvpool.Namespace) -> Any:
-    return namespace.get_into_parts(keys, parts, rows)
 
 
 class PoolTier(SecondaryTierManager):
@@ -135,7 +128,7 @@ class PoolTier(SecondaryTierManager):
         self._rows = rows  # the parts have only its address
         self._parts = Parts([(rows.ctypes.data, size, size, 0)])
         self._bytes = size
-        identity = tier_identity(config, options, "chunks", 0, 1)
+        identity = tier_identity(_engine(), config, options, "chunks", 0, 1)
         self.link = PoolLink(options, identity, [size])
         groups = 1 + max(group.group_id for group in config.groups)
         self._ring = KeyRing(identity, options.tenant, groups)
@@ -162,7 +155,7 @@ class PoolTier(SecondaryTierManager):
     def _store(self, job: Any) -> JobResult:
         start = time.perf_counter()
         rows = np.asarray(job.chunk_ids, np.uint64)
-        stored = self.link.group(-1, 0, partial(_write, _keys(self._ring, job.keys), self._parts, rows))
+        stored = self.link.group(-1, 0, partial(write_rows, _keys(self._ring, job.keys), self._parts, rows))
         took = time.perf_counter() - start
         return JobResult(job.job_id, stored >= 0, transfer_time=took, transfer_bytes=max(stored, 0) * self._bytes)
 
@@ -170,7 +163,7 @@ class PoolTier(SecondaryTierManager):
         start = time.perf_counter()
         rows, keys = np.asarray(job.chunk_ids, np.uint64), list(job.keys)
         nothing = np.zeros(len(keys), np.bool_)
-        got = self.link.group(nothing, 0, partial(_read, _keys(self._ring, keys), self._parts, rows))
+        got = self.link.group(nothing, 0, partial(read_rows, _keys(self._ring, keys), self._parts, rows))
         good = [key for key, is_good in zip(keys, got, strict=True) if is_good]
         return JobResult(
             job.job_id,
@@ -221,9 +214,8 @@ class PoolBlocks(LoadStoreSpec):
 class PoolOffloadingManager(OffloadingManager):
     """The scheduler's side of `PoolOffloadingSpec`.
 
-    vLLM asserts that loads of its offloading succeed. So a block is pinned when it is found, until its load is
-    complete or
-    its request has ended.
+    vLLM asserts that loads of its offloading succeed. So a block is pinned when it is found, until its load is complete
+    or its request has ended.
     """
 
     def __init__(self, config: Any, options: Options, link: PoolLink, rings: Sequence[KeyRing]) -> None:
@@ -235,11 +227,11 @@ class PoolOffloadingManager(OffloadingManager):
         """The blocks of all ranks, pinned."""
 
         def pinned(pool: kvpool.Pool) -> kvpool.Hit | None:
-            namespace = self.link.namespace(0)
+            namespace = self.link.namespace(pool, 0)
             refs = [int(namespace.lookup(_keys(ring, [key]))[0]) for ring in self._rings]
             return pool.pin(refs) if all(refs) else None
 
-        return self.link.call(None, pinned)
+        return self.link.run(pinned, None)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """HIT: it is pinned for the request."""
@@ -274,7 +266,7 @@ class PoolOffloadingManager(OffloadingManager):
         wanted = list(keys)
         missing = np.zeros(len(wanted), np.bool_)
         for ring in self._rings:
-            there = self.link.group(missing & False, 0, partial(_contains, _keys(ring, wanted)))
+            there = self.link.group(np.zeros_like(missing), 0, partial(_contains, _keys(ring, wanted)))
             missing |= ~there
         chosen = [key for key, is_missing in zip(wanted, missing, strict=True) if is_missing]
         return PrepareStoreOutput(keys_to_store=chosen, store_spec=PoolBlocks(list(chosen)), evicted_keys=[])
@@ -344,7 +336,7 @@ class PoolOffloadingWorker(OffloadingWorker):
         start, moved = time.perf_counter(), 0
         for group, span, rows in self._groups(source, spec):
             parts = self._parts[group]
-            stored = self.link.group(0, 0, partial(_write, _keys(self._ring, spec.keys[span]), parts, rows))
+            stored = self.link.group(0, 0, partial(write_rows, _keys(self._ring, spec.keys[span]), parts, rows))
             moved += stored * parts.row_bytes
         return TransferResult(job_id, True, moved, time.perf_counter() - start)  # what had no room is a miss later
 
@@ -353,7 +345,7 @@ class PoolOffloadingWorker(OffloadingWorker):
         for group, span, rows in self._groups(target, spec):
             parts = self._parts[group]
             nothing = np.zeros(len(rows), np.bool_)
-            got = self.link.group(nothing, 0, partial(_read, _keys(self._ring, spec.keys[span]), parts, rows))
+            got = self.link.group(nothing, 0, partial(read_rows, _keys(self._ring, spec.keys[span]), parts, rows))
             for i in np.flatnonzero(~got):
                 # Pinned, so its bytes stand, though the pool or the name was removed. The memory is still mapped.
                 self._copy(parts, int(rows[i]), spec.numbers[self._rank][span][int(i)])
@@ -390,7 +382,7 @@ def _canonical_parts(caches: Any, refs: Sequence[Any], block_bytes: int) -> Part
         if tensor.device.type != "cpu":
             raise InvalidArgument(f"the cache is on {tensor.device}: use TieringOffloadingSpec with a PoolTier")
         parts.append((tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), ref.page_size_bytes, at))
-        at += -(-ref.page_size_bytes // LINE) * LINE
+        at += padded(ref.page_size_bytes)
     made = Parts(parts)
     if made.reach > block_bytes:
         raise InvalidArgument(f"a block has {made.reach} bytes, {block_bytes} were expected")
@@ -402,6 +394,7 @@ class PoolOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self._engine = _engine()
         # A pool that has gone is not looked for again: block numbers of one must not meet the memory of another.
         self._options = dataclasses.replace(_options(config.extra_config), retry=FOR_EVER)
         if config.cache.blocks_per_chunk != 1:
@@ -411,14 +404,14 @@ class PoolOffloadingSpec(OffloadingSpec):
         self._ranks = int(config.parallel.world_size)
         # Layers start at multiples of a line: room for that.
         layers = max(len(group.layer_names) for group in config.groups)
-        self._block_bytes = -(-config.worker_kv_bytes_per_block // LINE) * LINE
+        self._block_bytes = padded(config.worker_kv_bytes_per_block)
         if config.worker_kv_bytes_per_block % (layers * LINE):
             self._block_bytes += layers * LINE
         self._manager: PoolOffloadingManager | None = None
         self._worker: PoolOffloadingWorker | None = None
 
     def _identity(self, rank: int) -> kvpool.Identity:
-        return tier_identity(self.config, self._options, "blocks", rank, self._ranks)
+        return tier_identity(self._engine, self.config, self._options, "blocks", rank, self._ranks)
 
     def _ring(self, rank: int) -> KeyRing:
         groups = 1 + max(group.group_id for group in self.config.groups)

@@ -7,34 +7,23 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.vllm.identity import KeyRing, engine_identity
 from kvpool.bindings.vllm.layout import group_layouts, parts_of
-from kvpool.bindings.vllm.link import PoolLink
+from kvpool.bindings.vllm.link import PoolLink, read_rows, write_rows
 from kvpool.bindings.vllm.messages import Load, Orders, Results, Store
 from kvpool.bindings.vllm.options import Options
 from kvpool.bindings.vllm.scheduler import key_ranks
 from kvpool.bindings.vllm.stats import PoolStats
-from kvpool.namespace import Namespace, Parts
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from kvpool.namespace import Parts
 
 __all__ = ["WorkerSide"]
 
 log = logging.getLogger("vllm.kvpool")
-
-
-def _read(keys: bytes, parts: Parts, rows: NDArray[np.uint64], namespace: Namespace) -> NDArray[np.bool_]:
-    return namespace.get_into_parts(keys, parts, rows)
-
-
-def _write(keys: bytes, parts: Parts, rows: NDArray[np.uint64], namespace: Namespace) -> int:
-    return namespace.put_parts(keys, parts, rows, timeout=0)  # a full pool must not hold up the engine
 
 
 class WorkerSide:
@@ -89,7 +78,7 @@ class WorkerSide:
             parts, keys, rows = self._parts[group], ring.keys(group, hashes), np.array(numbers, np.uint64)
             nothing = np.zeros(len(numbers), np.bool_)
             start = time.perf_counter()
-            got = self.link.group(nothing, group, partial(_read, keys, parts, rows))
+            got = self.link.group(nothing, group, partial(read_rows, keys, parts, rows))
             self.stats.add("load_seconds", time.perf_counter() - start)
             self.stats.add("loaded_blocks", int(got.sum()))
             self.stats.add("loaded_bytes", int(got.sum()) * self._bytes(group))
@@ -162,7 +151,7 @@ class WorkerSide:
         for group, (numbers, hashes) in store.groups.items():
             parts, keys, rows = self._parts[group], self._ring.keys(group, hashes), np.array(numbers, np.uint64)
             start = time.perf_counter()
-            stored = self.link.group(-1, group, partial(_write, keys, parts, rows))
+            stored = self.link.group(-1, group, partial(write_rows, keys, parts, rows))
             self.stats.add("store_seconds", time.perf_counter() - start)
             self.stats.add("stored_blocks", max(stored, 0))
             self.stats.add("stored_bytes", max(stored, 0) * self._bytes(group))
@@ -179,8 +168,7 @@ class WorkerSide:
 
     def take_stats(self) -> PoolStats | None:
         """Since the last time."""
-        self.stats.add("pool_failures", self.link.failures)
-        self.link.failures = 0
+        self.stats.add("pool_failures", self.link.take_failures())
         return self.stats.take()
 
     def close(self) -> None:

@@ -46,6 +46,30 @@ def test_what_can_never_work_is_refused_at_start(pool, uri):
     assert sum(worker["state"] == "alive" for worker in pool.stats()["worker_list"]) == alive
 
 
+def test_another_version_is_refused_at_start_and_later_a_miss(tmp_path):
+    path = tmp_path / "pool"
+
+    def make(version):
+        with kvpool.create(f"file:{path}", block="4KiB", blocks=16):
+            pass
+        with path.open("r+b") as file:
+            file.seek(8)
+            file.write(version.to_bytes(8, "little"))
+
+    make(99)
+    with pytest.raises(kvpool.VersionMismatch, match="use a newer kvpool"):
+        Door(f"file:{path}")
+    path.unlink()
+    with kvpool.create(f"file:{path}", block="4KiB", blocks=16):
+        door = Door(f"file:{path}")
+    kvpool.remove(f"file:{path}", force=True)
+    make(2)
+    for _ in range(2):
+        assert door.run(lambda pool: pool.pin([]), None) is None
+    assert door.misses == {"Replaced": 1, "VersionMismatch": 1}
+    door.close()
+
+
 def test_a_pool_that_is_made_anew(pool, uri, make_pool):
     seen = []
 

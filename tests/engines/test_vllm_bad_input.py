@@ -58,7 +58,7 @@ def test_another_engine_is_a_miss(first, models, truth, uri, what, changes):
 @pytest.mark.parametrize(
     ("extra", "changes", "reason"),
     [
-        ({}, {"dtype": "float32"}, "a block of this engine has 131072 bytes"),
+        ({}, {"dtype": "float32"}, "a block of this engine, on each rank, needs blocks of 131072 bytes"),
         ({"mode": "in-place"}, {}, "in place needs exactly"),
         ({"mode": "in-place", "quota": 0.05}, {}, "it would wait for ever"),
         ({"mode": "in-palce"}, {}, "one of copy, in-place"),
@@ -73,17 +73,17 @@ def test_refused_at_start(first, models, uri, extra, changes, reason):
         first.engine(models("llama"), uri, extra=extra, **changes)
 
 
-def test_a_pool_of_another_version_is_refused(first, models, tmp_path):
+@pytest.mark.parametrize("mode", ["copy", "in-place"])
+@pytest.mark.parametrize(("version", "advice"), [(2, "make the pool anew"), (99, "use a newer kvpool")])
+def test_a_pool_of_another_version_is_refused(first, models, tmp_path, mode, version, advice):
     path = tmp_path / "pool"
     with kvpool.create(f"file:{path}", "16MiB", "64KiB"):
         pass
-    image = bytearray(path.read_bytes()[:4096])
-    at = image.index((3).to_bytes(4, "little"), 8, 64)
     with path.open("r+b") as file:
-        file.seek(at)
-        file.write((99).to_bytes(4, "little"))
-    with pytest.raises(RuntimeError, match=r"VersionMismatch|Corrupt|Foreign"):
-        first.engine(models("llama"), f"file:{path}")
+        file.seek(8)
+        file.write(version.to_bytes(8, "little"))
+    with pytest.raises(RuntimeError, match=rf"VersionMismatch: .*format {version}, this build reads \d+: {advice}"):
+        first.engine(models("llama"), f"file:{path}", extra={"mode": mode})
 
 
 def test_the_pool_is_removed_and_made_anew(first, models, truth, uri):

@@ -8,6 +8,7 @@ from vllm_fixtures import LENGTH, demand_clean, looking, need_vllm
 
 need_vllm()
 from vllm_client import same  # noqa: E402
+from vllm_models import save_adapter  # noqa: E402
 
 PROMPT, OTHER = [1, LENGTH], [2, LENGTH]
 SIZE = {"size": "64MiB"}
@@ -32,6 +33,57 @@ def test_salts_and_tenants_do_not_share(first, models, uri):
     assert same(salted, plain)
     first.engine(models("llama"), uri, extra={"tenant": "another"})
     assert first.generate(PROMPT)[0]["cached"] == 0
+    first.call("close")
+    demand_clean(uri)
+
+
+@pytest.mark.parametrize("mode", ["copy", "in-place"])
+def test_adapters_do_not_share(first, second, models, uri, tmp_path, mode):
+    """Nor does a LoRA adapter with its model. Of the same name, engines do."""
+    adapters = [(f"adapter-{seed}", seed, save_adapter(tmp_path / str(seed), seed)) for seed in (1, 2)]
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    first.engine(models("llama"), **lora)
+    alone = [first.generate(PROMPT, adapter=each)[0] for each in (None, *adapters)]
+    assert len({each["logprob"] for each in alone}) == 3
+    first.engine(models("llama"), uri, extra={"mode": mode, **SIZE}, **lora)
+    stored = [first.generate(PROMPT, adapter=each)[0] for each in (None, *adapters)]
+    assert [each["cached"] for each in stored] == [0, 0, 0]
+    second.engine(models("llama"), uri, extra={"mode": mode}, **lora)
+    loaded = [second.generate(PROMPT, adapter=each)[0] for each in (*adapters, None)]
+    assert [each["cached"] for each in loaded] == [896, 896, 896]
+    for found in stored, [loaded[2], *loaded[:2]]:
+        assert all(same(*pair) for pair in zip(found, alone, strict=True))
+    first.call("close")
+    second.call("close")
+    demand_clean(uri)
+
+
+IMAGE = """
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+from kvpool.bindings.vllm.lookup import Found
+from vllm_driver import prompt
+core = driver.llm.llm_engine.engine_core.engine_core
+def asked(identifier):
+    place = PlaceholderRange(offset=300, length=50)
+    images = [MultiModalFeatureSpec(None, "image", identifier, place)] if identifier else None
+    tokens, ask = prompt(1, 900), SamplingParams(max_tokens=4, temperature=0)
+    return Request("x", tokens, ask, None, mm_features=images, block_hasher=core.request_block_hasher)
+finder = core.scheduler.connector.scheduler._finder
+def keys(identifier):
+    return [finder.rings[0].key(0, each).hex() for each in finder.hashes(asked(identifier), 0, 900)]
+result = {"found": [finder.hit_tokens(Found(), asked(each), 0) for each in (None, "a")], "keys": [keys("a"), keys("b")]}
+"""
+
+
+def test_images_do_not_share(first, models, uri):
+    """Prompts whose tokens are the same, with another image at 300: what is before that is shared, no more."""
+    first.engine(models("llama"), uri, extra=SIZE)
+    first.generate(PROMPT)
+    told = first.run(IMAGE)
+    assert told["found"] == [896, 256]
+    assert [a == b for a, b in zip(*told["keys"], strict=True)] == [True] * 2 + [False] * 5
     first.call("close")
     demand_clean(uri)
 
@@ -110,7 +162,7 @@ def test_in_place_statistics(first, models, uri):
 
 
 def test_an_engine_in_processes_of_its_own(make_client, models, uri):
-    """vLLM's default: the scheduler and its worker in another process. In place works there too."""
+    """vLLM's default on a CPU: the scheduler and its worker in a process each. In place falls back to copying."""
     outputs = []
     for mode in ("copy", "in-place"):
         client = make_client(VLLM_ENABLE_V1_MULTIPROCESSING="1")
@@ -118,6 +170,7 @@ def test_an_engine_in_processes_of_its_own(make_client, models, uri):
         client.engine(models("llama"), name, extra={"mode": mode, **SIZE})
         outputs += [client.generate(PROMPT)[0], client.generate(OTHER, PROMPT)[1]]
         assert outputs[-1]["cached"] == 896
+        assert ("on a CPU with VLLM_ENABLE_V1_MULTIPROCESSING=0" in client.log()) == (mode == "in-place")
         client.close()
         demand_clean(name)
         import kvpool

@@ -10,8 +10,9 @@ need_vllm()
 from vllm_client import same  # noqa: E402
 
 OTHER = [2, LENGTH]
-CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 TIER = "kvpool.bindings.vllm.tier"
+CONNECTOR = {"kv_connector": "PoolOffloadingConnector", "kv_connector_module_path": TIER}
+VLLMS = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
 KINDS = [
     ("llama", 896, {}),
     ("gemma3", 896, {}),
@@ -91,7 +92,42 @@ manager.prepare_load = then_gone
     first.call("close")
 
 
-def test_refused_at_start(first, models, uri):
-    extra = {**straight(uri, "64MiB"), "block_size": 256}
-    with pytest.raises(RuntimeError, match="leave block_size of the offloading alone"):
-        first.call("engine", model=models("llama"), extra=extra, connector=CONNECTOR)
+@pytest.mark.parametrize("spec", [below, straight])
+@pytest.mark.parametrize(
+    ("seed", "changes"),
+    [
+        (1, {}),
+        (0, {"block_size": 64}),
+        (0, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}}),
+    ],
+    ids=["weights", "block size", "positions"],
+)
+def test_another_engine_is_a_miss(first, models, uri, spec, seed, changes):
+    """The pool has what another network has computed of the same tokens."""
+    first.call("engine", model=models("llama"), extra=spec(uri, "64MiB"), connector=CONNECTOR)
+    first.generate(PROMPT)
+    first.generate(OTHER)
+    with looking(uri) as pool:
+        assert pool.stats()["published"] > 0
+    model = models("llama", seed)
+    first.engine(model, **changes)
+    alone = first.generate(PROMPT)[0]
+    first.call("engine", model=model, extra=spec(uri), connector=CONNECTOR, **changes)
+    found = first.generate(PROMPT)[0]
+    assert found["cached"] == 0
+    assert same(found, alone)
+    first.call("close")
+    demand_clean(uri)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "connector", "reason"),
+    [
+        (straight, {"block_size": 256}, CONNECTOR, "leave block_size of the offloading alone"),
+        (straight, {}, VLLMS, "does not say what the engine is"),
+        (below, {}, VLLMS, "does not say what the engine is"),
+    ],
+)
+def test_refused_at_start(first, models, uri, spec, changes, connector, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        first.call("engine", model=models("llama"), extra={**spec(uri, "64MiB"), **changes}, connector=connector)

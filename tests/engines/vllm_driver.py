@@ -79,9 +79,10 @@ class Driver:
             cleanup_dist_env_and_memory()
         return {}
 
-    def generate(self, prompts, tokens=16, salt=None, logprobs=1):
-        """prompts: token lists, or [seed, length]. All at once."""
+    def generate(self, prompts, tokens=16, salt=None, logprobs=1, adapter=None):
+        """prompts: token lists, or [seed, length]. All at once. adapter: name, number and folder of a LoRA adapter."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         parameters = SamplingParams(
             temperature=0, max_tokens=tokens, detokenize=False, ignore_eos=True, logprobs=logprobs
@@ -91,7 +92,8 @@ class Driver:
             ids = prompt(*each) if len(each) == 2 else list(each)
             asked.append({"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})})
         start = time.perf_counter()
-        outputs = self.llm.generate(asked, parameters, use_tqdm=False)
+        lora = LoRARequest(*adapter) if adapter else None
+        outputs = self.llm.generate(asked, parameters, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - start
         return {
             "seconds": seconds,

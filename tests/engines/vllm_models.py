@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -131,6 +132,25 @@ def save(kind, folder, seed=0, **changes):
             fresh.rename(folder)
         except OSError:
             assert (folder / "config.json").exists()
+    return str(folder)
+
+
+def save_adapter(folder, seed):
+    """A LoRA adapter to the Llama-like model, of random weights that change keys and values a lot."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    folder, rank, weights = Path(folder), 8, {}
+    for layer in range(2):
+        for name, outputs in (("k_proj", 64), ("v_proj", 64)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, 128) * RANGE
+            weights[f"{at}.lora_B.weight"] = torch.randn(outputs, rank) * RANGE
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["k_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
     return str(folder)
 
 

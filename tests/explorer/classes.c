@@ -97,6 +97,53 @@ static void lost_setup(void)
 const struct ex_scenario scenario_class_lost = {.name = "class-lost", .what = "a class takes a segment of another; the host is lost at any step",
                                                 .setup = lost_setup, .check = check_other, .seconds = 60};
 
+/* The same, and another worker publishes in what the first has only drained. */
+static void reserve_small(void *pool)
+{
+    uint32_t number;
+
+    kvp_reserve(pool, 1, 1, &number);
+    ghost->published = 1;
+    ex_wake();
+}
+
+static void publish_small(void *pool)
+{
+    while (!ghost->published)
+        ex_spin();
+    ghost->another = (uint8_t)world_put_in(pool, 1, 5, 1);
+    ex_wake();
+}
+
+static void reset_in_the_end(void *pool)
+{
+    while (!ghost->another)
+        ex_spin();
+    reset_first(pool);
+}
+
+static void start_with_both(void *none)
+{
+    (void)none;
+    kvp_pool *pool = world_open(0);
+    EX_CHECK(pool, "a host that was reset cannot come back");
+    EX_CHECK(!ghost->another || world_use_in(pool, 1, 5, 1), "a block that another worker published is not found");
+    world_check_here(pool);
+}
+
+static void lost_by_two_setup(void)
+{
+    make(2, 3);
+    publish_in_both(first);
+    kvp_pool_follow(other);
+    world_spawn(first, reserve_small, 0);
+    world_spawn(second, publish_small, 0);
+    world_spawn(other, reset_in_the_end, 0);
+    world_spawn_machine(2, start_with_both, EX_LAST);
+}
+const struct ex_scenario scenario_class_lost_two = {.name = "class-lost-two", .what = "a worker publishes in a segment that another has drained; the host is lost",
+                                                    .setup = lost_by_two_setup, .check = check_other, .seconds = 60};
+
 /* The same without a loss; another worker of the host, and another host, use what is drained. */
 static void use_large(void *pool)
 {

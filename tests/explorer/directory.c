@@ -34,21 +34,6 @@ static void use_whole(void *pool)
     EX_CHECK(there != 1, "of a publication of two blocks a match shows the first alone");
 }
 
-static void follow(void *pool)
-{
-    kvp_pool_follow(pool);
-}
-
-static void remember(void *pool)
-{
-    world_remember(pool, KEYS);
-}
-
-static void compare(void *pool)
-{
-    world_compare(pool, KEYS);
-}
-
 static void check(void)
 {
     world_check(owner);
@@ -65,8 +50,7 @@ static void make(uint32_t workers)
 
 static void finish(void)
 {
-    world_spawn(owner, remember, EX_LAST);
-    world_spawn(reader, compare, EX_LAST);
+    world_spawn_compare(owner, reader, KEYS);
 }
 
 static void publish_setup(void)
@@ -91,7 +75,7 @@ static void follow_crash_setup(void)
     kvp_pool *second = world_join(0);
     world_spawn(owner, put_one, 0);
     world_spawn(second, use_one, EX_CRASHABLE);
-    world_spawn(reader, follow, 0);
+    world_spawn(reader, world_follow, 0);
     world_spawn(reader, keeper, EX_LAST);
     finish();
 }
@@ -118,16 +102,19 @@ const struct ex_scenario scenario_publish_crash = {.name = "publish-crash", .wha
 static void join(void *none)
 {
     (void)none;
-    kvp_pool *pool = world_open(1);
-    EX_CHECK(pool, "a host cannot join");
-    ((uint64_t *)(void *)ex_ghost)[0] = (uint64_t)(uintptr_t)pool;
+    world_come(1);
+}
+
+static void remember(void *pool)
+{
+    world_remember(pool, KEYS);
 }
 
 /* Whatever had been published by then, and what came after, is found by the host that has joined. */
 static void compare_joined(void *none)
 {
     (void)none;
-    world_compare((kvp_pool *)(uintptr_t)((uint64_t *)(void *)ex_ghost)[0], KEYS);
+    world_compare(world_there(1), KEYS);
 }
 
 static void check_owner(void)
@@ -186,11 +173,19 @@ static void lapped_setup(void)
     for (uint32_t i = 0; i + 1 < owner->arena.layout.log_records; i++) /* room for one more record */
         kvp_log_event(owner, KVP_EVENT_USED, 0, &(struct kvp_key){0, 0});
     world_spawn(owner, put_two, 0);
-    world_spawn(reader, follow, 0);
+    world_spawn(reader, world_follow, 0);
     finish();
 }
 const struct ex_scenario scenario_lapped = {.name = "lapped", .what = "a host that reads a log is lapped by two publications",
                                    .setup = lapped_setup, .check = check, .seconds = 60};
+
+/* One look reads all that there is. */
+static void follow_to_the_end(void *pool)
+{
+    kvp_pool_follow(pool);
+    uint64_t at = co_load(&reader->arena.read[reader->arena.layout.workers]);
+    EX_CHECK(at == 5, "of 5 records that a host has logged another one has read %llu", (unsigned long long)at);
+}
 
 /* The reader's cache holds all of the log as it was before. */
 static void catch_up_setup(void)
@@ -201,7 +196,7 @@ static void catch_up_setup(void)
     kvp_pool_follow(owner);
     ex_warm(0, kvp_ring(&reader->arena, 1, 0), 8 * sizeof(struct kvp_record));
     world_spawn(owner, put_four, 0);
-    world_spawn(reader, follow, 0);
+    world_spawn(reader, follow_to_the_end, EX_LAST);
     finish();
 }
 const struct ex_scenario scenario_catch_up = {.name = "catch-up", .what = "a host follows a log that it has old copies of",
@@ -235,7 +230,7 @@ static void remove_setup(void)
     world_put(owner, 0, 2);
     kvp_pool_follow(reader);
     world_spawn(reader, remove_one, 0);
-    world_spawn(owner, follow, 0);
+    world_spawn(owner, world_follow, 0);
     world_spawn(world_join(0), use_one, 0);
     world_spawn(owner, must_be_gone, EX_LAST);
     world_spawn(reader, must_be_gone, EX_LAST);

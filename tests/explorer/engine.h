@@ -9,7 +9,7 @@
 
 enum {
     WORDS = EX_LINES * EX_LINE / 8,
-    BUFFER = 16,            /* entries of a store buffer; a full one empties itself */
+    BUFFER = 64,            /* entries of a store buffer; a full one empties itself */
     STACK_BYTES = 64 << 10,
     STEPS_MAX = 100000,     /* of a run: beyond it something does not end */
     TRAIL_MAX = 1 << 16,
@@ -22,7 +22,7 @@ enum {
 enum entry_kind { STORE, WRITE_BACK, INVALIDATE, FENCE };
 struct entry {
     uint32_t at;            /* byte in ex_memory */
-    uint8_t kind, bytes, locked; /* locked: of a locked operation that nobody may come between */
+    uint8_t kind, bytes;
     uint64_t value;
 };
 
@@ -54,6 +54,7 @@ struct use {
 struct line {
     struct use use;
     uint8_t touched;        /* in this run */
+    uint8_t held;           /* by ex_hold */
     uint8_t remote;         /* known: more than one host touches it and somebody writes it. Others need no cache */
     uint8_t hosts;          /* that touched it in this run */
     uint8_t used;           /* known: somebody loads or stores a word of it. Elsewhere write-backs have nothing to do */
@@ -87,7 +88,7 @@ struct engine {
     int idle;               /* every spinner has looked again since memory last changed */
     struct budgets limit, left;
     int two_writers, dirty_invalidate; /* allowed */
-    int arm;                /* as in the request */
+    int lazy;               /* as in the request */
     void (*died_hook)(int thread);
     uint8_t resets;         /* known: hosts that are reset by order, as bits */
     uint8_t death_shows;    /* known: a living thread may see whether another one is dead */
@@ -184,7 +185,7 @@ struct request {
     uint64_t runs;          /* stop after so many; 0: do not */
     uint64_t random;        /* runs with random choices, instead of a search */
     uint64_t seed;
-    int arm;                /* the store of a locked operation may be later than the loads that follow it */
+    int lazy;               /* write-backs and invalidates are late whenever they may be */
     int prune;              /* skip states seen before */
     int ladder;             /* fewer preemptions first: the shortest counterexample */
     const char *replay;     /* a trail, and what was known when it was recorded */

@@ -9,8 +9,7 @@
  *    older stores to the same line and for an older write fence, and for nothing else. A write fence orders later
  *    stores, write-backs and invalidates; no load waits for it. A read fence completes invalidates; it does not wait
  *    for stores. A full fence empties the buffer; a host fence, and each locked operation, empties it of stores (x86
- *    waits for write-backs and invalidates there, too; arm64 does not). With the option `arm` the store of a locked
- *    operation may be late; nobody changes that word before, and older stores are not later than it.
+ *    waits for write-backs and invalidates there, too; arm64 does not).
  *  - Each host has a write-back cache of 64-byte lines over non-coherent memory. Any dirty line may be evicted, any
  *    clean line dropped, any line fetched early, at any moment where that makes a difference.
  *  - A worker dies at any step; its host's cache lives on. A host dies at any step; each dirty line is then flushed
@@ -31,7 +30,7 @@ enum {
     EX_LINE = 64,
     EX_LINES = 16384, /* of all regions together; a line that no run touches costs nothing */
     EX_HOSTS = 5,
-    EX_THREADS = 12,
+    EX_THREADS = 14,
     EX_GHOST_BYTES = 512,
 };
 
@@ -98,6 +97,8 @@ void ex_private(void *p, uint64_t bytes);
 void ex_label(const void *p, uint64_t bytes, uint64_t unit, const char *name);
 /* The host has the lines of [p, p+bytes) in its cache, clean, from the start. */
 void ex_warm(int host, const void *p, uint64_t bytes);
+/* Write-backs of [p, p+bytes) are late whenever they may be, and take effect only when something waits for them. */
+void ex_hold(const void *p, uint64_t bytes);
 enum ex_flag {
     EX_CRASHABLE = 1,     /* the worker may die at any step */
     EX_HOST_CRASHABLE = 2, /* its host may die at any step */

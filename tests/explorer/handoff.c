@@ -39,16 +39,9 @@ static void take_and_put(void *pool)
     world_put(pool, 1, 1);
 }
 
-static void keeper(void *pool)
-{
-    world_recover(pool);
-    world_merge(pool, 1);
-    kvp_pool_follow(pool);
-}
-
 static void put_again(void *pool)
 {
-    keeper(pool);
+    world_mend(pool);
     world_put(pool, 3, 1);
 }
 
@@ -69,17 +62,6 @@ static void count(void *pool)
     ex_ghost[8 + ((const kvp_pool *)pool)->host] = (uint8_t)kvp_owned(&((const kvp_pool *)pool)->arena);
 }
 
-static void remember(void *pool)
-{
-    kvp_pool_follow(pool);
-    world_remember(pool, KEYS);
-}
-
-static void compare(void *pool)
-{
-    world_compare(pool, KEYS);
-}
-
 static void check(void)
 {
     EX_CHECK(ex_ghost[8] + ex_ghost[9] == 2, "of 2 segments host 0 owns %d and host 1 %d", ex_ghost[8], ex_ghost[9]);
@@ -89,13 +71,13 @@ static void check(void)
 
 static void finish(void)
 {
-    world_spawn(giver, keeper, EX_LAST);
-    world_spawn(taker, keeper, EX_LAST);
+    world_spawn(giver, world_mend, EX_LAST);
+    world_spawn(taker, world_mend, EX_LAST);
     world_spawn(giver, count, EX_LAST);
     world_spawn(taker, count, EX_LAST);
     world_spawn(giver, count, EX_LAST);
-    world_spawn(taker, remember, EX_LAST);
-    world_spawn(giver, compare, EX_LAST);
+    world_spawn(taker, world_follow, EX_LAST);
+    world_spawn_compare(taker, giver, KEYS);
 }
 
 static void give_setup(void)
@@ -132,7 +114,7 @@ static void giver_crash_setup(void)
 {
     make(2, 0);
     world_spawn(world_join(1), give, EX_CRASHABLE);
-    world_spawn(giver, keeper, EX_ON_CRASH);
+    world_spawn(giver, world_mend, EX_ON_CRASH);
     world_spawn(taker, take_and_put, 0);
     finish();
 }
@@ -145,8 +127,8 @@ static void taker_crash_setup(void)
     make(2, 0);
     world_spawn(giver, give_and_revoke, 0);
     world_spawn(world_join(0), take_and_put, EX_CRASHABLE);
-    world_spawn(taker, keeper, EX_ON_CRASH);
-    world_spawn(giver, keeper, EX_LAST);
+    world_spawn(taker, world_mend, EX_ON_CRASH);
+    world_spawn(giver, world_mend, EX_LAST);
     world_spawn(taker, put_again, EX_LAST);
     finish();
 }
@@ -242,7 +224,7 @@ static void fill_and_die(void *pool)
 
 static void recover_and_give(void *pool)
 {
-    keeper(pool);
+    world_mend(pool);
     world_merge(pool, 2);
     give(pool);
 }
@@ -307,11 +289,6 @@ static void put_too_much(void *pool)
     world_put(pool, 0, 1);
 }
 
-static void follow(void *pool)
-{
-    kvp_pool_follow(pool);
-}
-
 static void must_have_more(void *pool)
 {
     kvp_pool_follow(pool);
@@ -328,8 +305,8 @@ static void want_setup(void)
     kvp_pool_follow(giver);
     world_hoard(0);
     world_spawn(taker, put_too_much, 0);
-    world_spawn(giver, follow, 0);
-    world_spawn(giver, follow, EX_LAST);
+    world_spawn(giver, world_follow, 0);
+    world_spawn(giver, world_follow, EX_LAST);
     world_spawn(taker, must_have_more, EX_LAST);
 }
 const struct ex_scenario scenario_wanting = {.name = "want", .what = "a host that is full asks, and gets a segment", .setup = want_setup,
@@ -342,7 +319,7 @@ static void take_only_crash_setup(void)
     make(2, 0);
     world_spawn(giver, give, 0);
     world_spawn(world_join(0), take_and_put, EX_CRASHABLE);
-    world_spawn(taker, keeper, EX_ON_CRASH);
+    world_spawn(taker, world_mend, EX_ON_CRASH);
     world_spawn(taker, put_again, EX_LAST);
     finish();
 }
@@ -357,7 +334,7 @@ static void give_recovered_setup(void)
     kvp_pool_give(giver, 0, 1);
     kvp_pool_revoke(giver);
     world_spawn(world_join(1), put_one, EX_CRASHABLE);
-    world_spawn(world_join(1), keeper, EX_ON_CRASH);
+    world_spawn(world_join(1), world_mend, EX_ON_CRASH);
     world_spawn(giver, give_twice, EX_ON_CRASH);
     world_spawn(taker, take_and_put, EX_ON_CRASH);
     finish();

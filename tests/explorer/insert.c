@@ -14,13 +14,6 @@ static void find(void *pool)
     world_use(pool, 0, 1);
 }
 
-/* What keepers do from then on: recover, and at the next tick make known what the dead had published. */
-static void keeper(void *pool)
-{
-    world_recover(pool);
-    kvp_pool_follow(pool);
-}
-
 static void insert_check(void)
 {
     struct kvp_key key = world_key(0);
@@ -51,7 +44,7 @@ static void insert_crash_setup(void)
     world_spawn(world_join(0), publish, EX_CRASHABLE);
     world_spawn(world_join(0), publish, 0);
     world_spawn(world_join(0), find, 0);
-    world_spawn(checker, keeper, EX_LAST);
+    world_spawn(checker, world_mend, EX_LAST);
 }
 const struct ex_scenario scenario_insert_crash = {.name = "insert-crash", .what = "the same, one killed at any step, and a reader",
                                          .setup = insert_crash_setup, .check = insert_check, .died = world_died, .crashes = 1,

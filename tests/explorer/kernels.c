@@ -116,7 +116,7 @@ static void evict_once(uint64_t generation)
     nc_write_fence();          /* kernel: publish.order: either this one or the next is enough */
     nc_store(word, make_word(generation + 1, LIVE));
     nc_write_back(word, 8); /* kernel: publish.word */
-    nc_write_fence();       /* kernel: publish.record_order */
+    nc_write_fence();       /* kernel: publish.record_order: a hint that comes early finds no such word */
     nc_store(hint, generation + 1);
     nc_write_back(hint, 8);
 }

@@ -65,11 +65,6 @@ static void remember(void *pool)
     world_remember(pool, KEYS);
 }
 
-static void compare(void *pool)
-{
-    world_compare(pool, KEYS);
-}
-
 /* All that the lost host had is usable again. */
 static void fill_all(void *pool)
 {
@@ -101,20 +96,13 @@ static void adopt_read_setup(void)
     world_spawn(owner, put_one, 0);
     world_spawn(adopter, reset_adopt_and_evict, 0);
     world_spawn(reader, use_both, 0);
-    world_spawn(adopter, remember, EX_LAST);
-    world_spawn(reader, compare, EX_LAST);
+    world_spawn(adopter, world_follow, EX_LAST);
+    world_spawn_compare(adopter, reader, KEYS);
 }
 const struct ex_scenario scenario_adopt_read = {.name = "adopt-read", .what = "the same, and a third host reads all the time",
                                                 .setup = adopt_read_setup, .check = check, .preemptions = 2, .events = 2};
 
 /* ---- the adopter's worker dies ---- */
-
-static void keeper(void *pool)
-{
-    world_recover(pool);
-    world_merge(pool, 1);
-    kvp_pool_follow(pool);
-}
 
 static void adopt_crash_setup(void)
 {
@@ -123,8 +111,8 @@ static void adopt_crash_setup(void)
     kvp_pool_follow(second);
     world_spawn(owner, put_one, 0);
     world_spawn(second, reset_and_adopt, EX_CRASHABLE);
-    world_spawn(adopter, keeper, EX_ON_CRASH);
-    world_spawn(adopter, keeper, EX_LAST);
+    world_spawn(adopter, world_mend, EX_ON_CRASH);
+    world_spawn(adopter, world_mend, EX_LAST);
     world_spawn(adopter, remember, EX_LAST);
 }
 const struct ex_scenario scenario_adopt_crash = {.name = "adopt-crash", .what = "the worker that adopts dies, another goes on",
@@ -169,45 +157,6 @@ const struct ex_scenario scenario_lost_reader = {.name = "lost-reader", .what = 
                                                  .setup = lost_reader_setup, .check = check_owner, .seconds = 60};
 
 /* ---- a host ends, or is reset, and is there again ---- */
-
-static void leave(void *pool)
-{
-    world_put(pool, 2, 1);
-    world_merge(pool, 1);
-    kvp_pool_leave(pool);
-    ex_ghost[0] = 1;
-}
-
-/* Another machine takes the number of a host that has left in order. */
-static void come_instead(void *none)
-{
-    (void)none;
-    kvp_pool *pool = world_open(1);
-    EX_CHECK(pool || !ex_ghost[0], "the number of a host that has left is refused");
-    if (!pool)
-        return;
-    world_merge(pool, 1);
-    int found = world_use(pool, 0, 1) + world_use(pool, 1, 1) + world_use(pool, 2, 1);
-    EX_CHECK(found == 2, "of 2 published blocks %d are found after the host was moved", found);
-    world_put(pool, 3, 1);
-    kvp_pool_leave(pool);
-}
-
-static void must_find(void *pool)
-{
-    kvp_pool_follow(pool);
-    EX_CHECK(world_use(pool, 3, 1), "what the new machine published is not found");
-}
-
-static void moved_setup(void)
-{
-    make(2);
-    world_spawn(owner, leave, 0);
-    world_spawn_machine(2, come_instead, EX_LAST);
-    world_spawn(adopter, must_find, EX_LAST);
-}
-const struct ex_scenario scenario_moved = {.name = "moved", .what = "a host leaves; another machine goes on under its number",
-                                           .setup = moved_setup, .seconds = 60};
 
 /* The machine is reset at any step; its cache is lost; it comes up and opens the pool again. */
 static void come_back(void *none)

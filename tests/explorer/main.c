@@ -16,7 +16,8 @@ static int usage(void)
          "  pb=N ev=N xb=N    preemptions, cache events, crashes (99: as many as there can be; pb and ev)\n"
          "  prune, noprune    skip states that were seen before, or do not\n"
          "  ladder            fewer preemptions first\n"
-         "  arm               what a locked operation stores may be later than the loads that follow it, as on arm64\n"
+         "  lazy              write-backs and invalidates are late whenever they may be\n"
+
          "  random=N seed=N   random runs instead\n"
          "  seconds=N runs=N  stop early\n"
          "  mutate=SITE       this site does nothing; SITE:weak makes a full fence a write fence\n"
@@ -108,8 +109,8 @@ static int read_option(const char *word, struct options *options)
     if (!value) {
         if (IS("prune"))
             return request->prune = 1;
-        if (IS("arm"))
-            return request->arm = 1;
+        if (IS("lazy"))
+            return request->lazy = 1;
         if (IS("ladder"))
             return request->ladder = 1;
         if (IS("passes"))

@@ -255,6 +255,7 @@ static void remaking_setup(void)
     standins_kind = KVP_MAP_DAX;
     for (int host = 0; host < 2; host++) /* all of the old pool but its payload */
         ex_warm(host, maker->arena.roster.hosts, maker->arena.layout.payload_offset - maker->arena.layout.hosts_offset);
+    ex_hold(maker->super, EX_LINE); /* so that its order shows: the rest of a superblock is many lines */
     world_spawn(maker, remove_and_make, 0);
     world_spawn(user, leave_and_open, 0);
     world_spawn_machine(0, remember, EX_LAST);

@@ -47,6 +47,14 @@ void ex_warm(int host, const void *p, uint64_t bytes)
         warm[warm_count++] = (struct warm){host, line};
 }
 
+void ex_hold(const void *p, uint64_t bytes)
+{
+    uint32_t last = ex_offset((const uint8_t *)p + bytes - 1) / EX_LINE;
+
+    for (uint32_t line = ex_offset(p) / EX_LINE; line <= last; line++)
+        ex_line[line].held = 1;
+}
+
 /* "words[3]+8", for listings. */
 const char *ex_name_of(uint32_t at)
 {

@@ -50,18 +50,6 @@ int ex_may_drain(const struct thread *thread, int at)
     return 1;
 }
 
-/* A word that a locked operation has not stored yet is nobody else's to change. */
-static void settle_locked(const struct thread *mine, uint32_t at)
-{
-    for (int i = 0; i < ex.threads && ex.arm; i++)
-        for (int j = 0; j < ex.thread[i].buffered && &ex.thread[i] != mine; j++)
-            if (ex.thread[i].buffer[j].locked && ex.thread[i].buffer[j].at / 8 == at / 8) {
-                while (j-- >= 0)
-                    ex_drain(&ex.thread[i], 0);
-                break;
-            }
-}
-
 static void take_out(struct thread *thread, int at)
 {
     thread->buffered--;
@@ -79,8 +67,6 @@ void ex_drain(struct thread *thread, int at)
         return;
     static const char *const what[] = {"store", "write-back", "invalidate"};
     ex_trace(NULL, "T%d's late %s of %s takes effect", (int)(thread - ex.thread), what[entry.kind], ex_name_of(entry.at));
-    if (entry.kind == STORE)
-        settle_locked(thread, entry.at);
     if (entry.kind == STORE)
         ex_write(thread->host, entry.at, entry.value, entry.bytes);
     else if (entry.kind == WRITE_BACK)
@@ -114,7 +100,7 @@ static void put_in(enum entry_kind kind, uint32_t at, uint64_t value, unsigned b
         ex_drain_all(thread);
     if (kind == FENCE && (!thread->buffered || thread->buffer[thread->buffered - 1].kind == FENCE))
         return; /* orders nothing that is not in order */
-    thread->buffer[thread->buffered++] = (struct entry){at, (uint8_t)kind, (uint8_t)bytes, 0, value};
+    thread->buffer[thread->buffered++] = (struct entry){at, (uint8_t)kind, (uint8_t)bytes, value};
     ex_trace(NULL, "... late");
 }
 
@@ -168,7 +154,6 @@ void ex_store(void *p, uint64_t value, unsigned bytes, struct ex_site *site)
         put_in(STORE, at, value, bytes);
         return;
     }
-    settle_locked(thread, at);
     ex_write(thread->host, at, value, bytes);
     ex_progress(0);
 }
@@ -200,21 +185,10 @@ static int begin_locked(uint32_t at, struct ex_site *site)
         site->passes++;
         step(at, 1, 1, site);
         drain_kind(current(), STORE);
-        settle_locked(current(), at);
     } else if (ex.phase == CHECK) {
         ex_touch(at, 1);
     }
     return ex.phase == RUN ? current()->host : ex.view;
-}
-
-static void store_locked(int host, uint32_t at, uint64_t value, unsigned bytes)
-{
-    if (ex.arm && ex.phase == RUN && (matters(at) & RACY) && ex_event()) {
-        put_in(STORE, at, value, bytes);
-        current()->buffer[current()->buffered - 1].locked = 1;
-    } else {
-        ex_write(host, at, value, bytes);
-    }
 }
 
 int ex_cas(void *p, uint64_t *seen, uint64_t value, unsigned bytes, struct ex_site *site)
@@ -231,7 +205,7 @@ int ex_cas(void *p, uint64_t *seen, uint64_t value, unsigned bytes, struct ex_si
     }
     int host = begin_locked(at, site);
     uint64_t found = ex_read(host, at, bytes), wanted = *seen;
-    store_locked(host, at, found == wanted ? value : found, bytes); /* one that fails makes the line dirty, too */
+    ex_write(host, at, found == wanted ? value : found, bytes); /* one that fails makes the line dirty, too */
     *seen = found;
     if (ex.phase != RUN)
         return found == wanted;
@@ -268,7 +242,7 @@ uint64_t ex_change(void *p, enum ex_change how, uint64_t value, unsigned bytes, 
     }
     int host = begin_locked(at, site);
     uint64_t old = ex_read(host, at, bytes);
-    store_locked(host, at, changed(old, how, value), bytes);
+    ex_write(host, at, changed(old, how, value), bytes);
     if (ex.phase != RUN)
         return old;
     current()->history = mix(current()->history, old + 5);
@@ -295,7 +269,7 @@ static void line_step(enum entry_kind kind, uint32_t line, struct ex_site *site)
     int has_effect = kind == WRITE_BACK ? copy->dirty : copy->valid;
     ex_trace(site, "%s the line of %s%s", kind == WRITE_BACK ? "write back" : "invalidate", ex_name_of(at),
              has_effect ? "" : ": nothing to do");
-    if (matter && (must_wait(thread, kind, at) || (has_effect && ex_event())))
+    if (matter && (must_wait(thread, kind, at) || (has_effect && (ex.lazy || (ex_line[line].held && kind == WRITE_BACK) || ex_event()))))
         put_in(kind, at, 0, 0);
     else if (kind == WRITE_BACK)
         ex_write_back_line(thread->host, line);

@@ -50,16 +50,6 @@ static void copy_twice(void *pool)
     world_read(pool, 2);
 }
 
-static void remember(void *pool)
-{
-    world_remember(pool, KEYS);
-}
-
-static void compare(void *pool)
-{
-    world_compare(pool, KEYS);
-}
-
 /* Nothing is pinned any more, so both blocks can be evicted. */
 static void fill_again(void *pool)
 {
@@ -70,8 +60,7 @@ static void fill_again(void *pool)
 
 static void finish(void)
 {
-    world_spawn(owner, remember, EX_LAST);
-    world_spawn(reader, compare, EX_LAST);
+    world_spawn_compare(owner, reader, KEYS);
     world_spawn(owner, fill_again, EX_LAST);
 }
 
@@ -149,13 +138,6 @@ const struct ex_scenario scenario_pin_refused = {.name = "pin-refused", .what = 
                                         .setup = pin_refused_setup, .check = pin_check, .seconds = 10};
 
 /* A worker that holds no pin costs evictors nothing after its next tick. */
-static void tick(void *pool)
-{
-    kvp_pool *mine = pool;
-
-    mine->keeper.on_tick(mine->keeper.context);
-}
-
 static void pin_idle_check(void)
 {
     uint64_t high = ex_memory_word(kvp_pin_high(&reader->arena, reader->host) + reader->arena.self);
@@ -169,26 +151,19 @@ static void pin_idle_setup(void)
     make(1, 1);
     world_spawn(owner, put_one, 0);
     world_spawn(reader, use_one, 0);
-    world_spawn(reader, tick, EX_LAST);
+    world_spawn(reader, world_tick, EX_LAST);
 }
 const struct ex_scenario scenario_pin_idle = {.name = "pin-idle", .what = "a host has pinned, and pins nothing any more",
                                      .setup = pin_idle_setup, .check = pin_idle_check, .seconds = 10};
 
 /* ---- deaths ---- */
 
-static void keeper(void *pool)
-{
-    world_recover(pool);
-    world_merge(pool, 1);
-    kvp_pool_follow(pool);
-}
-
 static void pin_crash_setup(void)
 {
     make(2, 1);
     world_spawn(owner, put_one, 0);
     world_spawn(world_join(0), use_one, EX_CRASHABLE);
-    world_spawn(reader, keeper, EX_ON_CRASH);
+    world_spawn(reader, world_mend, EX_ON_CRASH);
     world_spawn(owner, fill_again, EX_LAST);
 }
 const struct ex_scenario scenario_pin_crash = {.name = "pin-crash", .what = "a worker dies while it pins a block of another host",
@@ -199,10 +174,35 @@ static void evict_crash_setup(void)
 {
     make(2, 1);
     world_spawn(world_join(1), put_one, EX_CRASHABLE);
-    world_spawn(owner, keeper, EX_ON_CRASH);
+    world_spawn(owner, world_mend, EX_ON_CRASH);
     world_spawn(reader, use_one, 0);
     finish();
 }
 const struct ex_scenario scenario_evict_crash = {.name = "evict-crash", .what = "a worker dies while it evicts what another host pins",
                                         .setup = evict_crash_setup, .check = pin_check, .died = world_died, .crashes = 1,
                                         .seconds = 10};
+
+/* ---- a block that was filled through a view ---- */
+
+static void put_view(void *pool)
+{
+    kvp_pool *mine = pool;
+    struct kvp_key key = world_key(2);
+    uint32_t number;
+    uint64_t ref;
+
+    if (kvp_reserve(mine, 0, 1, &number) != KVP_OK)
+        return;
+    nc_store((nc_u64 *)(void *)kvp_block_data(&mine->arena, kvp_block(0, number)), world_content(2, 0));
+    EX_CHECK(kvp_publish(mine, 0, &number, &key, 1, &ref) == 1, "a reserved block cannot be published");
+}
+
+static void view_setup(void)
+{
+    make(1, 1);
+    world_spawn(owner, put_view, 0);
+    world_spawn(reader, use_twice, 0);
+    finish();
+}
+const struct ex_scenario scenario_view = {.name = "view", .what = "a host publishes what it has filled through a view, another one reads",
+                                 .setup = view_setup, .check = pin_check, .seconds = 10};

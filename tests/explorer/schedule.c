@@ -194,6 +194,17 @@ static void add_deaths(struct options *options, int full)
     }
 }
 
+static void add_drains(struct options *options, int wanted, int held)
+{
+    for (int i = 0; i < ex.threads && wanted; i++)
+        for (int j = 0; j < ex.thread[i].buffered; j++) {
+            const struct entry *entry = &ex.thread[i].buffer[j];
+            int is_held = entry->kind == WRITE_BACK && ex_line[entry->at / EX_LINE].held;
+            if (is_held == held && ex_may_drain(&ex.thread[i], j))
+                add(options, DRAINS, i, j);
+        }
+}
+
 static void gather(struct options *options, int full)
 {
     int mine = runnable(ex.current);
@@ -206,10 +217,9 @@ static void gather(struct options *options, int full)
             if (i != ex.current && runnable(i))
                 add(options, GO_ON, i, 0);
     add_deaths(options, full);
-    for (int i = 0; i < ex.threads && (full || !mine); i++)
-        for (int j = 0; j < ex.thread[i].buffered; j++)
-            if (ex_may_drain(&ex.thread[i], j))
-                add(options, DRAINS, i, j);
+    add_drains(options, full || !mine, 0);
+    if (!options->n)
+        add_drains(options, 1, 1);
 }
 
 static uint64_t state_hash(int full)

@@ -176,7 +176,7 @@ struct result ex_search(const struct ex_scenario *scenario, const struct request
     prepare(scenario);
     if (!request->replay)
         learn(scenario, request);
-    ex.arm = request->arm;
+    ex.lazy = request->lazy;
     ex.hashing = request->prune && !request->random && !request->replay;
     ex.limit = request->limit;
     if (request->replay) {

@@ -31,17 +31,6 @@ static void put_and_remove(void *pool)
     kvp_remove(pool, 0, &key[1], 1);
 }
 
-static void remember(void *pool)
-{
-    kvp_pool_follow(pool);
-    world_remember(pool, KEYS);
-}
-
-static void compare(void *pool)
-{
-    world_compare(pool, KEYS);
-}
-
 static void check(void)
 {
     world_check(owner);
@@ -50,8 +39,8 @@ static void check(void)
 
 static void finish(void)
 {
-    world_spawn(owner, remember, EX_LAST);
-    world_spawn(reader, compare, EX_LAST);
+    world_spawn(owner, world_follow, EX_LAST);
+    world_spawn_compare(owner, reader, KEYS);
 }
 
 /* ---- references that are kept ---- */

@@ -110,11 +110,6 @@ void world_add_memory(int machine)
     standins_add_machine(machine, 2, layout.host_bytes);
 }
 
-void world_tick(kvp_pool *pool)
-{
-    pool->keeper.on_tick(pool->keeper.context);
-}
-
 void world_sleep_ms(uint64_t ms)
 {
     standins_pass(ms * 1000000);
@@ -354,6 +349,91 @@ void world_check_here(kvp_pool *pool)
     IS(kvp_pool_check(pool, &check), KVP_OK);
     EX_CHECK(!check.problems, "check: %s", check.first);
 }
+
+/* ---- threads ---- */
+
+void world_tick(void *argument)
+{
+    kvp_pool *pool = argument;
+
+    pool->keeper.on_tick(pool->keeper.context);
+}
+
+void world_follow(void *pool)
+{
+    kvp_pool_follow(pool);
+}
+
+void world_mend(void *pool)
+{
+    world_recover(pool);
+    world_merge(pool, 1);
+    kvp_pool_follow(pool);
+}
+
+static uint32_t compared; /* keys */
+
+static void remember(void *pool)
+{
+    world_remember(pool, compared);
+}
+
+static void compare(void *pool)
+{
+    world_compare(pool, compared);
+}
+
+void world_spawn_compare(kvp_pool *has, kvp_pool *finds, uint32_t keys)
+{
+    compared = keys;
+    world_spawn(has, remember, EX_LAST);
+    world_spawn(finds, compare, EX_LAST);
+}
+
+/* Beside the bits of keys: a handle for each machine. */
+static kvp_pool **there(int machine)
+{
+    return (kvp_pool **)(void *)ex_ghost + EX_GHOST_BYTES / sizeof(kvp_pool *) - 2 - machine;
+}
+
+kvp_pool *world_come(uint32_t host)
+{
+    kvp_pool *pool = world_open(host);
+
+    EX_CHECK(pool, "a process cannot open the pool as host %u", host);
+    *there(ex_my_host()) = pool;
+    ex_wake();
+    return pool;
+}
+
+kvp_pool *world_there(int machine)
+{
+    return *there(machine);
+}
+
+void world_follow_there(void *none)
+{
+    (void)none;
+    kvp_pool_follow(world_there(ex_my_host()));
+}
+
+static void remember_there(void *none)
+{
+    world_follow_there(none);
+    world_remember(world_there(ex_my_host()), compared);
+}
+
+void world_spawn_compare_there(int machine, kvp_pool *finds, uint32_t keys)
+{
+    compared = keys;
+    world_spawn(finds, world_follow, EX_LAST);
+    world_spawn_machine(machine, world_follow_there, EX_LAST);
+    world_spawn(finds, world_follow, EX_LAST);
+    world_spawn_machine(machine, remember_there, EX_LAST);
+    world_spawn(finds, compare, EX_LAST);
+}
+
+/* ---- checks ---- */
 
 void world_check(kvp_pool *pool)
 {

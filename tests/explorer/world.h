@@ -32,8 +32,6 @@ void world_prepare(const struct world_request *request, int regions);
 kvp_pool *world_create(void);
 /* Another region of host memory, in setup, for a host that begins anew. */
 void world_add_memory(int machine);
-/* What a keeper does every 100 ms. */
-void world_tick(kvp_pool *pool);
 /* The thread's own clock goes on. */
 void world_sleep_ms(uint64_t ms);
 /* Reserve every block of a host, for a worker of it that never does anything. */
@@ -82,6 +80,23 @@ int world_recover(kvp_pool *pool);
 void world_check(kvp_pool *pool);
 /* The same in a thread, for a host that has moved to another machine. */
 void world_check_here(kvp_pool *pool);
+
+/* ---- threads that many scenarios have ---- */
+
+/* What a keeper does every 100 ms. */
+void world_tick(void *pool);
+void world_follow(void *pool);
+/* Recover whoever died, and at the next tick make known what they had published. */
+void world_mend(void *pool);
+/* At the end world_remember by the one and world_compare by the other. */
+void world_spawn_compare(kvp_pool *has, kvp_pool *finds, uint32_t keys);
+
+/* In a run: world_open, which must succeed; later threads of the machine, and checks, find the handle. */
+kvp_pool *world_come(uint32_t host);
+kvp_pool *world_there(int machine);
+void world_follow_there(void *none);
+/* At the end, after all have looked around, world_spawn_compare of what has come to a machine. */
+void world_spawn_compare_there(int machine, kvp_pool *finds, uint32_t keys);
 
 /* For standins.c. */
 void standins_reset(void);
