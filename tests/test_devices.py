@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -253,6 +258,48 @@ def test_the_rig_says_why_there_are_no_guests(monkeypatch, tmp_path):
     monkeypatch.setattr("kvpool.tools.rig.packages.missing_tools", lambda: "no apt-get")
     assert "no apt-get" in run_rig("--probe", "--folder", tmp_path / "rig", code=3)
     assert not (tmp_path / "rig").exists()
+
+
+RIG_WITH_A_GUEST = """
+import signal, sys
+from pathlib import Path
+from kvpool.tools.rig.guest import Guest, Machine, Memory, Shape
+folder = Path(sys.argv[1])
+qemu = ["sh", "-c", f"echo $$ >{folder}/part; mv {folder}/part {folder}/pid; exec sleep 1000"]
+with Memory("device", 1 << 20) as memory, Guest(Machine(qemu, folder, folder, folder), "guest", Shape([memory.path])):
+    signal.pause()
+"""
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(what):
+    for _ in range(1200):
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs setpriv, of util-linux")
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_guests_end_with_the_rig(tmp_path, by):
+    """Nobody is left to end them: the kernel does."""
+    rig = subprocess.Popen([sys.executable, "-P", "-c", RIG_WITH_A_GUEST, str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until((tmp_path / "pid").exists)
+        guest = int((tmp_path / "pid").read_text())
+        assert is_running(guest)
+    finally:
+        rig.send_signal(by)
+    rig.wait()
+    assert wait_until(lambda: not is_running(guest))
+    assert not list(Path("/dev/shm").glob("kvpool-rig*"))
 
 
 def test_the_image_is_what_was_in_the_folder(tmp_path):

@@ -34,6 +34,7 @@ IDENTITY = kvpool.Identity(model="rig", revision="1", dtype="uint8", layout="byt
 MAP_SHARED_VALIDATE, MAP_SYNC = 3, 0x80000
 SYS_MOVE_PAGES = 279  # of x86-64
 POLL_S, PATIENCE_S = 0.02, 90.0
+LOCK_INC = bytes.fromhex("f048ff07 48ffce 75f7 c3")  # again: lock inc qword [rdi]; dec rsi; jnz again; ret
 
 held: dict[str, Any] = {}
 
@@ -163,7 +164,7 @@ def check() -> dict[str, Any]:
 def info() -> dict[str, Any]:
     """Of the pool that is open."""
     stats = pool().stats()
-    return {name: stats[name] for name in ("bytes", "huge_bytes", "mode", "hosts")}
+    return {name: stats[name] for name in ("bytes", "huge_bytes", "mode", "hosts", "uuid")}
 
 
 def sync(path: str) -> str:
@@ -204,10 +205,24 @@ def placement() -> dict[str, Any]:
     }
 
 
+def count(path: str, at: int, times: int) -> None:
+    """Add one to the word at an offset of a device, so many times, by an atomic instruction."""
+    code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(LOCK_INC)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        device = mmap.mmap(descriptor, 2 << 20, offset=at)
+    finally:
+        os.close(descriptor)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)(begin)
+    loop(ctypes.addressof(ctypes.c_char.from_buffer(device)), times)
+
+
 DO: dict[str, Callable[..., Any]] = {
-    "check": check, "clear": clear, "close": close, "command": command, "converse": converse, "create": create,
-    "fence": fence, "hold": hold, "hosts": hosts, "info": info, "open": open_pool, "placement": placement,
-    "publish": publish, "shell": shell, "sync": sync, "verify": verify,
+    "check": check, "clear": clear, "close": close, "command": command, "converse": converse, "count": count,
+    "create": create, "fence": fence, "hold": hold, "hosts": hosts, "info": info, "open": open_pool,
+    "placement": placement, "publish": publish, "shell": shell, "sync": sync, "verify": verify,
 }  # fmt: skip
 
 

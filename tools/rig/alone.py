@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 
 from kvpool.tools.rig.devices import DAX, MIB, numa, pmem
-from kvpool.tools.rig.guest import Guest, Machine, boot, memory_file
+from kvpool.tools.rig.guest import Guest, Machine, Memory, boot
 from kvpool.tools.rig.shared import BLOCK, CHAIN, Note, demand, whole
 
 __all__ = ["on_numa", "on_pmem"]
@@ -79,8 +79,7 @@ def without_sync(guest: Guest, note: Note) -> None:
 def on_pmem(machine: Machine, note: Note) -> None:
     """(c)."""
     with ExitStack() as stack:
-        memory = memory_file("pmem", 128 * MIB)
-        stack.callback(memory.unlink, missing_ok=True)
+        memory = stack.enter_context(Memory("pmem", 128 * MIB))
         guest = stack.enter_context(Guest(machine, "pmem", pmem(memory, 128 * MIB)))
         boot(guest)
         without_sync(guest, note)  # first: a later device may get the MAP_SYNC of one that has gone (Linux 6.12)

@@ -5,9 +5,7 @@ Each recipe has its reason with it; together they took long to find.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kvpool.tools.rig.guest import Shape
+from kvpool.tools.rig.guest import Memory, Shape
 
 __all__ = ["DAX", "MIB", "cxl", "numa", "pmem", "soft_reserved"]
 
@@ -18,14 +16,14 @@ _APPEARS = "for i in $(seq 600); do [ -e {} ] && exit 0; sleep 0.1; done; echo {
 _DEVDAX = "daxctl reconfigure-device -m devdax --force dax0.0 || [ -c /dev/dax0.0 ]"  # it is 'disabled' until then
 
 
-def soft_reserved(memory: Path, size: int) -> Shape:
+def soft_reserved(memory: Memory, size: int) -> Shape:
     """(a) Memory that the firmware keeps for a driver, as it does for CXL: the file is the guest's node 1.
 
     The command line turns that range from RAM to soft-reserved. Guest memory proper: instructions work as on RAM, also
     atomics between guests (with two processors each: with one, QEMU leaves the lock prefix out).
     """
     low = 768 * MIB
-    file = f"memory-backend-file,id=m1,share=on,mem-path={memory},size={size}"
+    file = f"memory-backend-file,id=m1,share=on,mem-path={memory.path},size={size}"
     return Shape(
         arguments=[
             "-object", f"memory-backend-ram,id=m0,size={low}", "-object", file,
@@ -38,14 +36,14 @@ def soft_reserved(memory: Path, size: int) -> Shape:
     )  # fmt: skip
 
 
-def cxl(memory: Path, size: int, serial: int) -> Shape:
+def cxl(memory: Memory, size: int, serial: int) -> Shape:
     """(b) A CXL type-3 device behind a host bridge and a root port, and a region of it made by `cxl`.
 
     For QEMU this memory is input and output: plain loads and stores are those of the file, but an atomic instruction is
     atomic within one guest only, as on a pooled device without atomics between hosts. The kernel refuses regions under
     a hypervisor, since it could not flush all caches there: so the processor does not tell.
     """
-    file = f"memory-backend-file,id=v,share=on,mem-path={memory},size={size}"
+    file = f"memory-backend-file,id=v,share=on,mem-path={memory.path},size={size}"
     listed = "cxl list -m mem0 -E 2>/dev/null | grep -q endpoint"
     return Shape(
         arguments=[
@@ -65,12 +63,12 @@ def cxl(memory: Path, size: int, serial: int) -> Shape:
     )  # fmt: skip
 
 
-def pmem(memory: Path, size: int) -> Shape:
+def pmem(memory: Memory, size: int) -> Shape:
     """(c) Persistent memory by the kernel's command line, in the guest's own RAM: ndctl makes fsdax or devdax of it.
 
     Besides, a virtio-pmem device, whose driver is loaded later: its file systems are DAX and have no MAP_SYNC.
     """
-    file = f"memory-backend-file,id=vp,share=on,mem-path={memory},size={size}"
+    file = f"memory-backend-file,id=vp,share=on,mem-path={memory.path},size={size}"
     return Shape(
         arguments=["-object", file, "-device", "virtio-pmem-pci,memdev=vp,id=nv"],
         memory="1G,slots=2,maxmem=4G",

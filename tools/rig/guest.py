@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import click
 
 from kvpool.tools.rig.image import loader
 
-__all__ = ["Failed", "Guest", "Machine", "Shape"]
+__all__ = ["Failed", "Guest", "Machine", "Memory", "Shape", "boot", "find_qemu"]
 
 BOOT_S, ANSWER_S = 240.0, 300.0  # generous: two guests share what processors there are with everybody else
 
@@ -36,7 +34,7 @@ class Machine:
     kernel: Path
     image: Path
     folder: Path
-    """For what guests print and for their memory files."""
+    """For what guests print."""
 
 
 def find_qemu(root: Path) -> list[str]:
@@ -59,42 +57,34 @@ class Shape:
 
 
 class Guest:
-    """A guest that runs. A context manager: it is ended with the `with`."""
+    """A guest that runs. A context manager: it is ended with the `with`.
+
+    It leaves nothing, however the rig ends: the kernel ends it with the thread that has started it (so the rig may die
+    by any signal), and neither its line nor its memory has a name.
+    """
 
     def __init__(self, machine: Machine, name: str, shape: Shape) -> None:
         self.name, self.machine, self.shape = name, machine, shape
-        self.folder = Path(tempfile.mkdtemp(prefix="kvpool-rig-"))  # short: a socket's path has 107 bytes at most
         self.console = machine.folder / f"{name}.log"
         self._rest = b""
-        self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-                                         stdout=(machine.folder / f"{name}.qemu.log").open("wb"))  # fmt: skip
-        self._link = self._connect()  # before it can speak: what nobody listens to is lost
+        self._link, theirs = socket.socketpair()
+        with theirs, (machine.folder / f"{name}.qemu.log").open("wb") as log:
+            command = ["setpriv", "--pdeathsig", "KILL", *self._command(theirs.fileno())]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                             pass_fds=(theirs.fileno(),))  # fmt: skip
 
-    def _command(self) -> list[str]:
+    def _command(self, line: int) -> list[str]:
         shape, machine_id = self.shape, self.name.encode().hex().ljust(32, "0")
         words = f"console=ttyS0 quiet panic=-1 no_timer_check machine={machine_id} {shape.words}"
-        agent = f"socket,id=agent,path={self.folder}/agent,server=on,wait=off"
         return [
             *self.machine.qemu, "-accel", "tcg,thread=multi", "-M", shape.board, "-cpu", shape.processor, "-smp", "2",
             "-m", shape.memory, "-kernel", str(self.machine.kernel), "-initrd", str(self.machine.image),
             "-append", words, "-display", "none", "-vga", "none", "-monitor", "none", "-no-reboot", "-net", "none",
-            "-serial", f"file:{self.console}", "-chardev", agent,
+            "-serial", f"file:{self.console}", "-chardev", f"socket,id=agent,fd={line}",
             "-serial", "chardev:agent", *shape.arguments,
         ]  # fmt: skip
 
     # ---- talking ----
-
-    def _connect(self) -> socket.socket:
-        deadline = time.monotonic() + BOOT_S
-        while time.monotonic() < deadline:
-            self._demand_life()
-            link = socket.socket(socket.AF_UNIX)
-            with contextlib.suppress(OSError):
-                link.connect(str(self.folder / "agent"))
-                return link
-            link.close()
-            time.sleep(0.05)
-        raise Failed(f"guest {self.name}: QEMU does not answer")
 
     def _demand_life(self) -> None:
         if self._process.poll() is not None:
@@ -175,7 +165,6 @@ class Guest:
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._link.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Guest:
         return self
@@ -190,9 +179,36 @@ def boot(*guests: Guest) -> None:
         guest.wait_ready()
 
 
-def memory_file(name: str, size: int) -> Path:
-    """A file that is a device's memory, all zero; the guests that share it map it."""
-    path = Path("/dev/shm") / f"kvpool-rig.{os.getpid()}.{name}"
-    with path.open("wb") as file:
-        file.truncate(size)
-    return path
+class Memory:
+    """A device's memory, all zero at first; guests that share it map it. It is gone with the last of them.
+
+    A context manager.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.file = os.memfd_create(f"kvpool-rig.{name}")
+        os.ftruncate(self.file, size)
+
+    @property
+    def path(self) -> str:
+        """For QEMU."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    @property
+    def uri(self) -> str:
+        """For a pool on this machine."""
+        return f"memfd:{os.getpid()}/{self.file}"
+
+    def write(self, at: int, data: bytes) -> None:
+        """Write from below the guests."""
+        os.pwrite(self.file, data, at)
+
+    def read(self, at: int, size: int) -> bytes:
+        """Read from below the guests."""
+        return os.pread(self.file, size, at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.file)

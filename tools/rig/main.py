@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from kvpool.tools.console import stdout, table
 from kvpool.tools.rig import alone, image, packages, refusals
 from kvpool.tools.rig.devices import cxl, soft_reserved
 from kvpool.tools.rig.guest import Machine, find_qemu
-from kvpool.tools.rig.shared import Note, Rack, run
+from kvpool.tools.rig.shared import Note, Rack, atomics_fail, atomics_hold, run
 
 __all__ = ["main"]
 
@@ -29,6 +30,7 @@ def on_soft_reserved(machine: Machine, note: Note) -> None:
     """(a), and what must be refused on any device."""
     with ExitStack() as stack:
         rack = Rack(machine, "hmem", lambda memory, size, host: soft_reserved(memory, size), stack)
+        atomics_hold(rack, note)
         run(rack, 500, note)
         rack.a.ask("close")
         refusals.one_maker(rack, note)
@@ -42,6 +44,7 @@ def on_cxl(machine: Machine, note: Note) -> None:
     """(b)."""
     with ExitStack() as stack:
         rack = Rack(machine, "cxl", lambda memory, size, host: cxl(memory, size, host + 1), stack)
+        atomics_fail(rack, note)
         run(rack, 200, note)
         refusals.cxl_region_gone(rack, note)
 
@@ -97,6 +100,8 @@ def build(folder: Path, parts: Parts, wheel: Path) -> Machine:
 def run_job(machine: Machine, name: str, started: float) -> dict[str, object]:
     """One device: what was shown, and what ended it."""
     shown: list[str] = []
+    begun = time.monotonic()
+    result: dict[str, object] = {"device": name, "what": JOBS[name][0], "shown": shown, "failed": None}
 
     def note(text: str) -> None:
         shown.append(text)
@@ -106,8 +111,8 @@ def run_job(machine: Machine, name: str, started: float) -> dict[str, object]:
         JOBS[name][1](machine, note)
     except click.ClickException as error:
         click.echo(f"{time.monotonic() - started:6.1f} s  {name}: FAILED: {error.message}", err=True)
-        return {"device": name, "what": JOBS[name][0], "shown": shown, "failed": error.message}
-    return {"device": name, "what": JOBS[name][0], "shown": shown, "failed": None}
+        result["failed"] = error.message
+    return result | {"seconds": round(time.monotonic() - begun, 1)}
 
 
 def run_jobs(machine: Machine, names: tuple[str, ...], started: float) -> list[dict[str, object]]:
@@ -121,12 +126,12 @@ def run_jobs(machine: Machine, names: tuple[str, ...], started: float) -> list[d
 
 def show(results: list[dict[str, object]]) -> None:
     """The table of what ran where."""
-    shown = table("", "device", "what it is", "result", "shown", left=4)
+    shown = table("", "device", "what it is", "result", "s", "shown", left=5)
     for row in results:
         steps = row["shown"]
         assert isinstance(steps, list)
         verdict = "FAILED" if row["failed"] else "passed"
-        shown.add_row(str(row["device"]), str(row["what"]), verdict, "\n".join(steps))
+        shown.add_row(str(row["device"]), str(row["what"]), verdict, str(row["seconds"]), "\n".join(steps))
     stdout().print(shown)
 
 
@@ -153,8 +158,10 @@ def main(ctx: click.Context, devices: tuple[str, ...], wheel: Path | None, folde
     parts = fetch(folder.resolve(), mirror)
     if probe or wheel is None:
         return
+    click.echo(f"{time.monotonic() - started:6.1f} s  packages fetched and unpacked", err=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, in every thread; the guests end with it
     machine = build(folder.resolve(), parts, wheel)
-    click.echo(f"{time.monotonic() - started:6.1f} s  packages unpacked, image built", err=True)
+    click.echo(f"{time.monotonic() - started:6.1f} s  image built", err=True)
     results = run_jobs(machine, devices or tuple(JOBS), started)
     if as_json:
         click.echo(json.dumps(results))

@@ -32,6 +32,9 @@ def missing_tools() -> str:
     for tool in ("apt-get", "apt-cache", "dpkg-deb"):
         if not shutil.which(tool):
             return f"{tool} is not there: the guests are made of Debian packages"
+    for tool in ("setpriv", "xz"):
+        if not shutil.which(tool):
+            return f"{tool} is not there: install util-linux and xz-utils"
     if not KEYRING.exists():
         return f"{KEYRING} is not there: install debian-archive-keyring"
     return ""

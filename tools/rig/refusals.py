@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from kvpool.tools.rig.devices import MIB
@@ -83,36 +82,22 @@ def too_small(rack: Rack, note: Note) -> None:
     note("refused: a pool larger than the device, over a larger pool, over one of another mode, on a smaller device")
 
 
-def poke(memory: Path, at: int, data: bytes) -> None:
-    """Write to the device from below."""
-    with memory.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
-def peek(memory: Path, at: int, size: int) -> bytes:
-    """Read the device from below."""
-    with memory.open("rb") as file:
-        file.seek(at)
-        return file.read(size)
-
-
 def other_content(rack: Rack, note: Note) -> None:
     """A file system, a pool of another version, bytes that nobody knows."""
     a = rack.a
-    poke(rack.memory, VERSION_AT, (1).to_bytes(8, "little"))
+    rack.memory.write(VERSION_AT, (1).to_bytes(8, "little"))
     refused(a, "VersionMismatch", "", "open", host=0, unqualified=True)
     refused(a, "Exists", "another version", "create", **MADE | {"host": 0})
     a.ask("clear", uri=URI)
-    poke(rack.memory, EXT4_AT, b"\x53\xef")
+    rack.memory.write(EXT4_AT, b"\x53\xef")
     refused(a, "Foreign", "ext4", "create", **MADE | {"host": 0})
     refused(a, "NotFound", "holds something", "create", uri="dax:auto", **MADE | {"host": 0})
-    demand(peek(rack.memory, EXT4_AT, 2) == b"\x53\xef", "the file system was touched")
+    demand(rack.memory.read(EXT4_AT, 2) == b"\x53\xef", "the file system was touched")
     a.ask("clear", uri=URI)
-    demand(not any(peek(rack.memory, EXT4_AT, 2)), "rm --force has not cleared the mark")
-    poke(rack.memory, 8192, b"somebody's")
+    demand(not any(rack.memory.read(EXT4_AT, 2)), "rm --force has not cleared the mark")
+    rack.memory.write(8192, b"somebody's")
     refused(a, "NotFound", "no pool", "create", uri="dax:auto", **MADE | {"host": 0})
-    poke(rack.memory, 4096, b"\xa5" * MIB)
+    rack.memory.write(4096, b"\xa5" * MIB)
     a.ask("create", uri=URI, options=MADE | {"host": 0})
     demand(a.ask("check")["clean"], "a pool on memory full of old bytes")
     a.ask("clear", uri=URI)

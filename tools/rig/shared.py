@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.tools.rig.devices import DAX, MIB
-from kvpool.tools.rig.guest import Failed, Guest, Machine, Shape, boot, memory_file
+from kvpool.tools.rig.guest import Failed, Guest, Machine, Memory, Shape, boot
 
-__all__ = ["BLOCK", "CHAIN", "POOL", "URI", "Note", "Rack", "demand", "run", "whole"]
+__all__ = [
+    "BLOCK", "CHAIN", "POOL", "URI", "Note", "Rack", "atomics_fail", "atomics_hold", "demand", "run", "whole",
+]  # fmt: skip
 
 URI = f"dax:{DAX}"
 SIZE, POOL, BLOCK = 256 * MIB, 48 * MIB, 64 << 10
 CHAIN = 12
-Sketch = Callable[[Path, int, int], Shape]
-"""A guest by its memory file, how much of it, and its host."""
+COUNTS, ATTEMPTS = 100_000, 5
+Sketch = Callable[[Memory, int, int], Shape]
+"""A guest by its device's memory, how much of it, and its host."""
 Note = Callable[[str], None]
 """Called with what was shown, when it was."""
 
@@ -36,13 +40,12 @@ def whole(answer: dict[str, int], blocks: int = CHAIN) -> bool:
 
 
 class Rack:
-    """Two guests on one memory file, as hosts 0 and 1 of a pool for three; the third is the machine below."""
+    """Two guests on one memory, as hosts 0 and 1 of a pool for three; the third is the machine below."""
 
     def __init__(self, machine: Machine, name: str, shape: Sketch, stack: ExitStack) -> None:
         self.machine, self.name, self.shape = machine, name, shape
-        self.memory = memory_file(name, SIZE)
+        self.memory = stack.enter_context(Memory(name, SIZE))
         self.stack = stack
-        stack.callback(self.memory.unlink, missing_ok=True)
         self.a, self.b = self.start(0), self.start(1)
         boot(self.a, self.b)
 
@@ -54,7 +57,7 @@ class Rack:
 
     def below(self, *arguments: str, code: int = 0) -> str:
         """The command `kvpool` on the machine below, on the guests' memory."""
-        command = [sys.executable, "-P", "-m", "kvpool.tools.main", arguments[0], f"file:{self.memory}", *arguments[1:]]
+        command = [sys.executable, "-P", "-m", "kvpool.tools.main", arguments[0], self.memory.uri, *arguments[1:]]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         demand(done.returncode == code, f"kvpool {arguments[0]} below the guests", done.stdout + done.stderr)
         return done.stdout
@@ -128,9 +131,11 @@ def check_from_all(rack: Rack, note: Note) -> None:
     for guest in (rack.a, rack.b):
         report = guest.ask("check")
         demand(report["clean"], "kvpool check in a guest", report)
+    known_here = Path(f"/dev/shm/kvpool.{os.getuid()}.host.{rack.a.ask('info')['uuid']}.2")
+    rack.stack.callback(known_here.unlink, missing_ok=True)  # what a host knows outlives its workers
     seen = json.loads(rack.below("check", "--host", "2", "--json"))
     demand(seen["clean"], "kvpool check below the guests", seen)
-    note("check clean in both guests and on the backing file below them")
+    note("check clean in both guests and on the backing memory below them")
 
 
 def coherent_refused(rack: Rack, note: Note) -> None:
@@ -147,6 +152,33 @@ def coherent_refused(rack: Rack, note: Note) -> None:
     demand(kind == "WrongHost", "a pool of mode coherent was opened by a second machine", kind, text)
     demand(whole(rack.a.ask("verify", number=5, count=CHAIN)), "the first machine after that")
     note("coherent refused: by qualify in both guests, and by open in the second")
+
+
+def count_together(rack: Rack) -> int:
+    """Both guests add one to a word, by an atomic instruction, many times at once: how many counts are lost."""
+    at = SIZE - 2 * MIB  # no pool of ours reaches so far
+    rack.memory.write(at, bytes(8))
+    for guest in (rack.a, rack.b):
+        guest.send("count", path=DAX, at=at, times=COUNTS)
+    for guest in (rack.a, rack.b):
+        guest.result()
+    return 2 * COUNTS - int.from_bytes(rack.memory.read(at, 8), "little")
+
+
+def atomics_hold(rack: Rack, note: Note) -> None:
+    """On memory that is the guests' own, atomic instructions are atomic between them."""
+    lost = count_together(rack)
+    demand(lost == 0, "atomic counts that are lost between guests", lost)
+    note(f"atomics between the guests hold: {2 * COUNTS:,} counts, none lost")
+
+
+def atomics_fail(rack: Rack, note: Note) -> None:
+    """On a device whose atomic instructions end in the guest, the other one's counts are lost."""
+    for attempt in range(1, ATTEMPTS + 1):
+        if lost := count_together(rack):
+            note(f"no atomics between the guests: {lost:,} of {2 * COUNTS:,} counts are lost")
+            return
+        note(f"could not be shown at attempt {attempt} of {ATTEMPTS}: that atomics between the guests lose counts")
 
 
 def run(rack: Rack, rounds: int, note: Note) -> None:
