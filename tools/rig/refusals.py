@@ -80,6 +80,14 @@ def too_small(rack: Rack, note: Note) -> None:
     demand(whole(a.ask("verify", number=8, count=CHAIN)), "the pool that all of this was about")
     a.ask("close")
     note("refused: a pool larger than the device, over a larger pool, over one of another mode, on a smaller device")
+    small.ask("clear", uri=URI)
+    small.ask("create", uri=URI, options=MADE | {"size": 24 * MIB, "host": 0})
+    small.ask("publish", number=8, count=CHAIN)
+    a.ask("open", uri=URI, options={"host": 1, "unqualified": True})
+    demand(whole(a.ask("verify", number=8, count=CHAIN)), "a pool of a smaller device on a larger one")
+    for guest in (a, small):
+        guest.ask("close")
+    note("a pool that was made where the device is smaller opens where it is larger")
 
 
 def other_content(rack: Rack, note: Note) -> None:
