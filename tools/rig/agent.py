@@ -33,7 +33,7 @@ __all__ = ["main"]
 IDENTITY = kvpool.Identity(model="rig", revision="1", dtype="uint8", layout="bytes", block_tokens=1)
 MAP_SHARED_VALIDATE, MAP_SYNC = 3, 0x80000
 SYS_MOVE_PAGES = 279  # of x86-64
-POLL_S, PATIENCE_S = 0.02, 90.0
+POLL_S, PATIENCE_S = 0.02, 600.0
 LOCK_INC = bytes.fromhex("f048ff07 48ffce 75f7 c3")  # again: lock inc qword [rdi]; dec rsi; jnz again; ret
 
 held: dict[str, Any] = {}

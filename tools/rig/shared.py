@@ -83,7 +83,7 @@ def shared_pool(rack: Rack, note: Note) -> None:
 
 def qualify(rack: Rack, rounds: int, note: Note) -> None:
     """The litmus tests between the guests; afterwards the device is opened without a word."""
-    arguments = ["qualify", URI, "--hosts", "0,1", "--rounds", str(rounds), "--patience", "120", "--json"]
+    arguments = ["qualify", URI, "--hosts", "0,1", "--rounds", str(rounds), "--patience", "600", "--json"]
     for host, guest in enumerate((rack.a, rack.b)):
         guest.send("command", arguments=[*arguments, "--host", str(host)])
     for guest in (rack.a, rack.b):
