@@ -15,7 +15,7 @@ demo-rack: $(VENV)/demo-ready
 	$(BIN)/kvpool demo --hosts 4
 
 test: $(VENV)/dev-ready model
-	$(BIN)/python -P -m pytest -q
+	$(BIN)/python -P -m pytest -q -n auto --maxprocesses 4
 
 # Guests with CXL, dax and NUMA devices, in QEMU: packages of Debian's archive in build/rig; nothing is installed. The wheel
 # that the guests get is built once, and runs the rig as well: no environment for the demo is needed.
