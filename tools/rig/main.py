@@ -30,6 +30,7 @@ def on_soft_reserved(machine: Machine, note: Note) -> None:
     """(a), and what must be refused on any device."""
     with ExitStack() as stack:
         rack = Rack(machine, "hmem", lambda memory, size, host: soft_reserved(memory, size), stack)
+        note("two guests up")
         atomics_hold(rack, note)
         run(rack, 500, note)
         rack.a.ask("close")
@@ -44,6 +45,7 @@ def on_cxl(machine: Machine, note: Note) -> None:
     """(b)."""
     with ExitStack() as stack:
         rack = Rack(machine, "cxl", lambda memory, size, host: cxl(memory, size, host + 1), stack)
+        note("two guests up")
         atomics_fail(rack, note)
         run(rack, 200, note)
         refusals.cxl_region_gone(rack, note)

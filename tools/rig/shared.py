@@ -183,7 +183,6 @@ def atomics_fail(rack: Rack, note: Note) -> None:
 
 def run(rack: Rack, rounds: int, note: Note) -> None:
     """All of it on one kind of device."""
-    note("two guests up")
     shared_pool(rack, note)
     qualify(rack, rounds, note)
     lost_host(rack, note)
