@@ -60,6 +60,8 @@ class CxlRegion:
     size: int
     mode: str
     committed: bool
+    """Is there memory behind it?"""
+    enabled: bool
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def cxl_regions(root: Path = ROOT) -> list[CxlRegion]:
     """All of them, by name."""
     regions = sorted((root / "sys/bus/cxl/devices").glob("region*"))
     return [
-        CxlRegion(at.name, _number(at / "size"), _text(at / "mode", "?"), _number(at / "commit") == 1) for at in regions
-    ]
+        CxlRegion(at.name, _number(at / "size"), _text(at / "mode", "?"), _number(at / "commit") == 1,
+                  (at / "driver").exists()) for at in regions
+    ]  # fmt: skip
 
 
 def _node(at: Path) -> Node:

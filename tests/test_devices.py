@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import native_build as build
 import pytest
 from click.testing import CliRunner
 
@@ -49,6 +51,12 @@ class Tree:
         node_file = self.root / "dev" / name
         node_file.parent.mkdir(exist_ok=True)
         node_file.write_bytes(content.ljust(4 * MIB, b"\0"))
+
+    def region(self, commit, driver=""):
+        self.write("sys/bus/cxl/devices/region0/size", "0x10000000")
+        self.write("sys/bus/cxl/devices/region0/commit", commit)
+        if driver:
+            self.write(f"sys/bus/cxl/devices/region0/driver/{driver}", "")
 
     def node(self, number, cpus, kib, distance="10 28", latency=0):
         at = f"sys/devices/system/node/node{number}"
@@ -142,6 +150,7 @@ def test_doctor_of_a_machine_with_everything(tree):
     tree.node(1, "", 1 << 18, latency=250)
     for leaf, value in {"size": "0x10000000", "mode": "ram", "commit": 1}.items():
         tree.write(f"sys/bus/cxl/devices/region0/{leaf}", value)
+    tree.write("sys/bus/cxl/devices/region0/driver/bind", "")
     tree.write("sys/bus/cxl/devices/mem0/serial", 1)
     tree.write("sys/bus/nd/devices/namespace0.0/mode", "raw")
     for leaf in ("nr", "free"):
@@ -154,7 +163,7 @@ def test_doctor_of_a_machine_with_everything(tree):
     assert found["processor"] == {"name": "Some CPU", "line_instructions": ["clwb", "clflush"], "virtual": True}
     assert found["cxl"] == {
         "memories": 1,
-        "regions": [{"name": "region0", "size": 256 * MIB, "mode": "ram", "committed": True}],
+        "regions": [{"name": "region0", "size": 256 * MIB, "mode": "ram", "committed": True, "enabled": True}],
     }
     assert found["huge_pages"]["reserved"] == {"2048kB": {"nr": 4, "free": 4}}
     assert found["huge_pages"]["transparent"] == "madvise"
@@ -181,6 +190,9 @@ def test_doctor_of_a_machine_with_nothing(tmp_path):
         (lambda tree: tree.write("sys/bus/cxl/devices/mem0/serial", 1), "cxl create-region"),
         (lambda tree: tree.write("sys/bus/nd/devices/namespace0.0/mode", "raw"), "ndctl create-namespace"),
         (lambda tree: tree.dax("dax0.0", CXL, driver=None), "dax0.0 is disabled"),
+        (lambda tree: tree.region(commit=0), "cxl destroy-region --force region0"),
+        (lambda tree: tree.region(commit=1), "cxl enable-region region0"),
+        (lambda tree: tree.region(commit=1, driver="cxl_region"), "region0 without a dax device: modprobe"),
     ],
 )
 def test_doctor_says_the_next_step(tree, tell, says):
@@ -192,6 +204,60 @@ def test_doctor_of_this_machine():
     found = json.loads(run_doctor("--json"))
     assert found["nodes"][0]["size"] > 0
     assert found["shm"]["bytes"] > 0
+
+
+# ---- what lies on a device ----
+
+# As their own tools write them.
+MADE_BY = {
+    "an ext2, ext3 or ext4 file system": ["mke2fs", "-q", "-t", "ext4", "-b", "4096"],
+    "swap space": ["mkswap"],
+    "an XFS file system": ["mkfs.xfs", "-q"],
+    "a btrfs file system": ["mkfs.btrfs", "-q"],
+}
+# As they are described: place and bytes.
+MARKS = {
+    "an XFS file system": (0, b"XFSB"),
+    "a btrfs file system": (0x10040, b"_BHRfS_M"),
+    "a famfs file system": (0, (0x87B282FF).to_bytes(8, "little")),
+    "an encrypted volume (LUKS)": (0, b"LUKS\xba\xbe"),
+    "a volume of LVM": (0x218, b"LVM2 001"),
+    "a partition table": (0x200, b"EFI PART"),
+    "a namespace of mode fsdax": (0x1000, b"NVDIMM_PFN_INFO"),
+    "a namespace of mode devdax": (0x1000, b"NVDIMM_DAX_INFO"),
+}
+
+
+def content(path):
+    """What the core takes a file for, as it is and once it was cleared."""
+    return build.run([build.program(build.PLAIN, "native/content.c"), path]).splitlines()
+
+
+@pytest.mark.parametrize("what", MADE_BY)
+def test_what_tools_have_made_is_known_and_cleared(tmp_path, what):
+    command = MADE_BY[what]
+    tool = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if not tool:
+        pytest.skip(f"{command[0]} is not installed")
+    path = tmp_path / "device"
+    with path.open("wb") as file:
+        file.truncate(320 * MIB)  # XFS takes no less
+    subprocess.run([tool, *command[1:], path], check=True, capture_output=True)
+    assert content(path) == [what, "nothing"]
+
+
+@pytest.mark.parametrize("what", MARKS)
+def test_marks_are_known_and_cleared(tmp_path, what):
+    at, mark = MARKS[what]
+    path = tmp_path / "device"
+    path.write_bytes((b"\0" * at + mark).ljust(MIB, b"\0"))
+    assert content(path) == [what, "nothing"]
+
+
+def test_a_device_too_small_for_a_mark(tmp_path):
+    path = tmp_path / "device"
+    path.write_bytes(b"\0" * 4096)
+    assert content(path) == ["nothing", "nothing"]
 
 
 # ---- options of URIs ----

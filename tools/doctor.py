@@ -91,6 +91,13 @@ def examine(root: Path) -> dict[str, Any]:
     }
 
 
+def _advise_region(region: dict[str, Any]) -> str:
+    if not region["committed"]:
+        again = "cxl create-region -d decoder0.0 -t ram -m mem0"
+        return f"{region['name']} has no memory behind it: cxl destroy-region --force {region['name']} && {again}"
+    return "" if region["enabled"] else f"{region['name']} is disabled: cxl enable-region {region['name']}"
+
+
 def _advise_dax(found: dict[str, Any]) -> list[str]:
     advice = []
     for device in found["dax"]:
@@ -105,9 +112,10 @@ def _advise_dax(found: dict[str, Any]) -> list[str]:
     cxl = found["cxl"]
     if cxl["memories"] and not cxl["regions"]:
         advice.append("CXL memory without a region: cxl create-region -d decoder0.0 -t ram -m mem0")
-    committed = [region["name"] for region in cxl["regions"] if region["committed"]]
-    if committed and not found["dax"]:
-        advice.append(f"{', '.join(committed)} without a dax device: {CXL_MODULES}")
+    advice += [line for line in map(_advise_region, cxl["regions"]) if line]
+    working = [region["name"] for region in cxl["regions"] if region["committed"] and region["enabled"]]
+    if working and not found["dax"]:
+        advice.append(f"{', '.join(working)} without a dax device: {CXL_MODULES}")
     if not cxl["memories"] and not found["dax"]:
         advice.append(f"no CXL memory and no dax device is known to the kernel; if there is a card: {CXL_MODULES}")
     if found["pmem"] and not found["dax"]:

@@ -155,4 +155,5 @@ def cxl_region_gone(rack: Rack, note: Note) -> None:
     refused(a, "NotFound", "region", "open", host=0)
     found = json.loads(a.kvpool("doctor", "--json"))
     demand(not found["dax"] and found["cxl"]["memories"] == 1, "kvpool doctor", found)
+    demand(any("region0 is disabled" in line or "behind it" in line for line in found["advice"]), "its advice", found)
     note("refused: a region without backing")
