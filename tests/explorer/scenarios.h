@@ -12,7 +12,8 @@ extern const struct ex_scenario scenario_giving, scenario_giving_pinned, scenari
 extern const struct ex_scenario scenario_adopt, scenario_adopt_read, scenario_adopt_crash, scenario_lost_reader, scenario_reborn;
 extern const struct ex_scenario scenario_arguments, scenario_pin_all, scenario_lru, scenario_fifo, scenario_lfu, scenario_leaf;
 extern const struct ex_scenario scenario_damage, scenario_open_damaged, scenario_plan;
-extern const struct ex_scenario scenario_making, scenario_removing, scenario_remove_used, scenario_remove_silent, scenario_remaking;
+extern const struct ex_scenario scenario_making, scenario_removing, scenario_remove_used, scenario_remove_silent, scenario_remaking,
+    scenario_two_makers, scenario_late_maker, scenario_maker_lost;
 extern const struct ex_scenario scenario_returning, scenario_cut_off, scenario_asked;
 extern const struct ex_scenario scenario_class_lost, scenario_class_moved, scenario_class_race, scenario_class_border, scenario_class_unpinned, scenario_class_reserved, scenario_class_free;
 extern const struct ex_scenario scenario_by_reference, scenario_by_copy, scenario_put_same, scenario_kept, scenario_crowded;
