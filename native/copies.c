@@ -142,7 +142,7 @@ static int fill(kvp_pool *pool, uint32_t c, uint32_t number, const struct side *
     int status;
 
     __atomic_add_fetch(&pool->copies, 1, __ATOMIC_ACQ_REL);
-    if (!(status = kvp_future_ref(&pool->arena, c, number, &ref)) && !(status = kvp_enter(pool))) {
+    if (!(status = kvp_enter(pool)) && !(status = kvp_future_ref(&pool->arena, c, number, &ref))) { /* closed, then ours */
         copy_in(side, i, kvp_block_data(&pool->arena, kvp_block(c, number)));
         kvp_count(pool, KVP_COUNT_BYTES_IN, side->bytes);
     }
