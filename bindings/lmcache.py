@@ -71,6 +71,11 @@ class PoolClient:
             raise kvpool.InvalidArgument(f"threads={threads} is 1 to 64, hold_seconds={hold_seconds} not negative")
         if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
             raise kvpool.InvalidArgument(f"chunk_tokens={chunk_tokens!r}: LMCache's --chunk-size")
+        if hash_algorithm == "builtin" and os.environ.get("PYTHONHASHSEED") in (None, "random"):
+            raise kvpool.InvalidArgument(
+                "hash_algorithm='builtin' makes other hashes in each process: set PYTHONHASHSEED to the same number "
+                "for all, or choose another algorithm"
+            )
         self.identity = kvpool.Identity(
             model="lmcache",
             revision=revision,
