@@ -109,9 +109,9 @@ class Namespace:
     def put(self, keys: KeysLike, buffers: Sequence[Any] | NDArray[Any], *, timeout: float | None = None) -> int:
         """Copy one buffer per key into the pool and publish; keys that are present are skipped.
 
-        All buffers have the same length, at most a block's. Works in batches of 64 keys, each stored whole or not at
-        all. Returns how many blocks were stored. Raises `PoolFull` if not even one batch could be after `timeout`
-        seconds (default 1), `InvalidArgument` for buffers that do not fit.
+        All buffers have the same length, at most a block's; the rest of a block becomes zeros. Works in batches of 64
+        keys, each stored whole or not at all. Returns how many blocks were stored. Raises `PoolFull` if not even one
+        batch could be after `timeout` seconds (default 1), `InvalidArgument` for buffers that do not fit.
         """
         pointer, count = key_buffer(keys)
         sources, array, length = _pointers(buffers, count, writable=False)
