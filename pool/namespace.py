@@ -227,7 +227,7 @@ class Parts:
     __slots__ = ("array", "reach")
 
     def __init__(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        if isinstance(parts, str) or not parts or any(len(part) != 4 or part[2] == 0 for part in parts):
+        if not parts or any(len(part) != 4 or part[2] == 0 for part in parts):
             raise InvalidArgument("parts are (address, stride, bytes, at), none negative, of at least one byte")
         flat = numbers("parts (address, stride, bytes, at)", [value for part in parts for value in part])
         self.array = flat.reshape(len(parts), 4)

@@ -302,6 +302,13 @@ def _demand_numbers(**numbers: tuple[int, int]) -> None:
             raise InvalidArgument(f"{what}={value!r} is not a number from {least} on")
 
 
+def _demand_backing(threads: int | None, progress: Any) -> int:
+    """How many threads back the memory."""
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress={progress!r} cannot be called")
+    return min(8, os.cpu_count() or 1) if threads is None else whole("threads", threads, 1, 64)
+
+
 def _demand_no_device(uri: str) -> None:
     if str(uri).startswith(("dax:", "file:")) and os.environ.get("KVPOOL_UNQUALIFIED") != "1":
         raise Unqualified(
@@ -362,9 +369,7 @@ def create(
     if policy not in POLICIES:
         raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
     _demand_numbers(hosts=(hosts, 1), host=(host, 0), quota=(quota, 0))
-    threads = min(8, os.cpu_count() or 1) if threads is None else whole("threads", threads, 1, 64)
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(f"progress={progress!r} cannot be called")
+    threads = _demand_backing(threads, progress)
     request = chosen.ffi.new("struct kvp_request *")
     request.hosts, request.host, request.quota = hosts, host, quota
     request.lease_ms = round(seconds("lease", lease, 0.001, LEASE_S_MAX) * 1000)
