@@ -87,17 +87,18 @@ def test_E03_what_was_matched_and_allocated_is_there_when_it_is_loaded(first, st
     first.reset()
     first.run(
         ASKED
-        + """
-driver.inner = connector.build_connector_meta
+        + f"""
+import kvpool
+driver.inner, driver.other = connector.build_connector_meta, kvpool.open({stored!r})
 def build(output):
     made = driver.inner(output)
-    connector.scheduler.link.pool.evict(1 << 20)
+    driver.other.evict(1 << 20)
     return made
 connector.build_connector_meta = build
 """
     )
     loaded = first.generate(tokens)[0]
-    first.run(ASKED + "connector.build_connector_meta = driver.inner")
+    first.run(ASKED + "connector.build_connector_meta = driver.inner; driver.other.close()")
     assert loaded["cached"] == 896
     assert same(loaded, expected)
     first.reset()
