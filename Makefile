@@ -15,7 +15,7 @@ demo-rack: $(VENV)/demo-ready
 	$(BIN)/kvpool demo --hosts 4
 
 test: $(VENV)/dev-ready model
-	$(BIN)/python -P -m pytest -q
+	$(BIN)/python -P -m pytest -q -n auto --maxprocesses 4
 
 # What went wrong for others: the tests that keep each case, and what becomes of each. With CASES= only the second.
 CASES ?= --run

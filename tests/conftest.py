@@ -26,6 +26,8 @@ _numbers = itertools.count()
 
 # A shell that starts us in the background ignores SIGINT for us and so for the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Tables are as wide as into a pipe, whatever terminal, or runner of tests side by side, tells its width.
+os.environ.pop("COLUMNS", None)
 
 
 RACKS = ("coherent", "sim-1", "sim-2", "sim-4")

@@ -25,5 +25,6 @@ const struct ex_scenario *const ex_scenarios[] = {
     &scenario_zombie, &scenario_beat, &scenario_second_claim, &scenario_two_claims, &scenario_moving,
     &scenario_twice_reborn, &scenario_adopter_lost, &scenario_adopter_reborn, &scenario_adopter_fenced, &scenario_take_only_crash, &scenario_giving_recovered, &scenario_giving_duplicate,
     &scenario_remove_reuse, &scenario_log_wrapped,
+    &scenario_offer_adopted, &scenario_offer_crash, &scenario_offer_revoked,
     NULL,
 };

@@ -24,5 +24,6 @@ extern const struct ex_scenario scenario_reader_reborn, scenario_class_lost_two,
 extern const struct ex_scenario scenario_zombie, scenario_beat, scenario_second_claim, scenario_two_claims, scenario_moving;
 extern const struct ex_scenario scenario_twice_reborn, scenario_adopter_lost, scenario_adopter_reborn, scenario_adopter_fenced, scenario_take_only_crash, scenario_giving_recovered, scenario_giving_duplicate;
 extern const struct ex_scenario scenario_remove_reuse, scenario_log_wrapped;
+extern const struct ex_scenario scenario_offer_adopted, scenario_offer_crash, scenario_offer_revoked;
 
 #endif
