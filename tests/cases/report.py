@@ -154,6 +154,7 @@ def run(rows: list[Case]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.xml"
         options = [f"--junit-xml={told}", "-o", "junit_family=xunit1", "-k", f"({names}) and not sim-"]
+        options += ["-n", "auto", "--maxprocesses", "4"]
         command = [sys.executable, "-P", "-m", "pytest", "-q", *options, *files]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         results: dict[str, set[str]] = {}
