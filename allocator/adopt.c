@@ -157,19 +157,45 @@ void kvp_arena_start(struct kvp_arena *arena)
     take_tables(arena);
 }
 
-/* An offer that the lost host has made is between it and the taker, who may be taking it at this moment: unless the taker
- * is lost as well, or the lost host had begun to take it back and the taker has not succeeded. */
-static int is_adoptable(const struct kvp_arena *arena, uint32_t segment, uint32_t lost)
+/* What the lost host had on offer may be taken at this moment. Who adopts it stands in for the giver, by its own row: 1 if we
+ * may have it; 0: it is the taker's, or being taken, and we look again later. */
+static int contest(struct kvp_arena *arena, uint32_t segment, uint32_t lost)
 {
-    uint64_t word = nc_load(&kvp_owners(arena, lost)[segment]);
+    uint64_t word = nc_load(&kvp_owners(arena, lost)[segment]), epoch = kvp_owner_epoch(word);
     uint32_t to = kvp_owner_peer(word);
 
-    if (kvp_owner(arena, segment) != lost)
-        return 0;
-    if (kvp_owner_state(word) == KVP_OWNER_TAKEN || to >= arena->layout.hosts ||
-        kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
+    if (kvp_owner_state(word) == KVP_OWNER_TAKEN || to >= arena->layout.hosts || to == arena->host)
         return 1;
-    return kvp_owner_state(word) == KVP_OWNER_REVOKING && kvp_offer_fate(arena, segment, to, kvp_owner_epoch(word)) == 0;
+    kvp_owner_write(arena, segment, epoch + 1, lost, KVP_OWNER_TAKING);
+    nc_write_fence(); /* ours is in memory before the taker's row is dropped: Dekker with take() */
+    kvp_owners_refresh(arena); /* and that is read after it */
+    int fate = kvp_offer_fate(arena, segment, to, epoch);
+    if (fate == 0 || (fate < 0 && kvp_taker_is_gone(arena, to)))
+        return 1;
+    kvp_owner_write(arena, segment, epoch, lost, KVP_OWNER_ABORTED);
+    return 0;
+}
+
+static int adopt(struct kvp_arena *arena, uint32_t segment, uint32_t lost)
+{
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0);
+
+    if (kvp_owner(arena, segment) != lost ||
+        !co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
+        return 0;
+    KVP_CRASH_POINT("adopt.moving");
+    if (!contest(arena, segment, lost)) {
+        co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
+        return 0;
+    }
+    kvp_segment_refresh(arena, segment);
+    /* A higher epoch: whatever the lost host's row says, ours counts. */
+    uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[segment])) + 1;
+    kvp_owner_write(arena, segment, epoch, arena->host, KVP_OWNER_TAKEN);
+    nc_write_fence(); /* ours is in memory before the adoption is said to be complete: a host that is back reads the rows then */
+    KVP_CRASH_POINT("adopt.owned");
+    kvp_segment_settle(arena, segment);
+    return 1;
 }
 
 uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
@@ -177,21 +203,8 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost)
     uint32_t adopted = 0;
 
     kvp_owners_refresh(arena);
-    for (uint32_t s = 0; s < arena->layout.segments; s++) {
-        uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0);
-        if (!is_adoptable(arena, s, lost) ||
-            !co_cas(&arena->segments[s], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
-            continue;
-        KVP_CRASH_POINT("adopt.moving");
-        kvp_segment_refresh(arena, s);
-        /* A higher epoch: whatever the lost host's row says, ours counts. */
-        uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, lost)[s])) + 1;
-        kvp_owner_write(arena, s, epoch, arena->host, KVP_OWNER_TAKEN);
-        nc_write_fence(); /* ours is in memory before the adoption is said to be complete: a host that is back reads the rows then */
-        KVP_CRASH_POINT("adopt.owned");
-        kvp_segment_settle(arena, s);
-        adopted++;
-    }
+    for (uint32_t s = 0; s < arena->layout.segments; s++)
+        adopted += (uint32_t)adopt(arena, s, lost);
     kvp_recover_segments(arena, KVP_NO_WORKER);
     return adopted;
 }

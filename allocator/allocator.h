@@ -455,6 +455,9 @@ static inline int kvp_block_usable(const struct kvp_arena *arena, uint32_t class
  *      TAKING: look again later                no:  ABORTED(e)
  *      TAKEN(e): gone
  *      else: ours again, TAKEN(e + 1)
+ *
+ * If the giver is lost, who adopts it does the left side from OFFER on, in a row of its own: TAKING(e + 1) instead of
+ * REVOKING(e), and ABORTED(e) while the taker has it. So a taker looks at all rows.
  */
 enum kvp_owner_state { KVP_OWNER_NONE, KVP_OWNER_TAKEN, KVP_OWNER_OFFER, KVP_OWNER_REVOKING, KVP_OWNER_TAKING,
                        KVP_OWNER_ABORTED };
@@ -474,8 +477,8 @@ void kvp_owners_refresh(const struct kvp_arena *arena);
 void kvp_owner_write(struct kvp_arena *arena, uint32_t segment, uint64_t epoch, uint32_t peer, enum kvp_owner_state state);
 /* Offer a segment of ours that is FREE to another host: 1 if it is offered. */
 int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to);
-/* Take what is offered to us, up to our quota, and see what became of our own offers: those that were refused are ours again.
- * The rows have been refreshed. Returns how many segments were taken. */
+/* Take what is offered to us, up to our quota, and see what became of our own offers: those that are refused, or that we
+ * had begun to take back, are ours again. The rows have been refreshed. Returns how many segments were taken. */
 uint32_t kvp_owners_tick(struct kvp_arena *arena);
 /* See which of our offers were taken: before the takers' records are read, which name blocks that are theirs by now. */
 void kvp_owners_see_offers(struct kvp_arena *arena);
@@ -489,6 +492,8 @@ uint32_t kvp_owners_adopt(struct kvp_arena *arena, uint32_t lost);
 void kvp_finish_moving(struct kvp_arena *arena);
 /* What has become of an offer of `epoch` to a host, by its row as it stands in our cache: 1 taken, 0 not, -1 being taken. */
 int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to, uint64_t epoch);
+/* Is the life of the taker over that wrote what we have just read in its row? Its next life aborts what that had begun. */
+int kvp_taker_is_gone(const struct kvp_arena *arena, uint32_t to);
 /* Undo what a former owner, or a worker that died while it moved the segment, left half done in it; then it is HELD by
  * the class whose blocks it has, or FREE. The caller has it in MOVING. */
 void kvp_segment_settle(struct kvp_arena *arena, uint32_t segment);

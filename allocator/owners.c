@@ -84,6 +84,18 @@ void kvp_segment_refresh(struct kvp_arena *arena, uint32_t segment)
 
 /* ---- giving ---- */
 
+/* Later than whatever a host has written of the segment: also what one that is lost, or gave up, had begun. */
+static uint64_t next_epoch(const struct kvp_arena *arena, uint32_t segment)
+{
+    uint64_t latest = 0;
+
+    for (uint32_t h = 0; h < arena->layout.hosts; h++) {
+        uint64_t epoch = kvp_owner_epoch(nc_load(&kvp_owners(arena, h)[segment]));
+        latest = epoch > latest ? epoch : latest;
+    }
+    return latest + 1;
+}
+
 static uint64_t own_epoch(const struct kvp_arena *arena, uint32_t segment)
 {
     return kvp_owner_epoch(nc_load(&kvp_owners(arena, arena->host)[segment]));
@@ -125,7 +137,7 @@ int kvp_owner_offer(struct kvp_arena *arena, uint32_t segment, uint32_t to)
     }
     write_all_back(arena, segment);
     nc_write_fence(); /* the segment is in memory before the offer is: the taker refreshes it when it has seen that */
-    kvp_owner_write(arena, segment, own_epoch(arena, segment) + 1, to, KVP_OWNER_OFFER);
+    kvp_owner_write(arena, segment, next_epoch(arena, segment), to, KVP_OWNER_OFFER);
     co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_OFFERED, 0, 0));
     return 1;
 }
@@ -137,6 +149,15 @@ int kvp_offer_fate(const struct kvp_arena *arena, uint32_t segment, uint32_t to,
     if (kvp_owner_epoch(theirs) < epoch || (kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_ABORTED))
         return 0;
     return kvp_owner_epoch(theirs) == epoch && kvp_owner_state(theirs) == KVP_OWNER_TAKING ? -1 : 1;
+}
+
+int kvp_taker_is_gone(const struct kvp_arena *arena, uint32_t to)
+{
+    struct kvp_host *host = &arena->roster.hosts[to];
+
+    nc_invalidate(host, KVP_LINE);
+    nc_read_fence(); /* the incarnation is read after the row was: a life that is not over was in memory before its row */
+    return kvp_host_fenced(&arena->roster, to, nc_load(&host->incarnation));
 }
 
 /* Also one that we had begun to take back, too late. */
@@ -179,8 +200,8 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
     nc_invalidate(&kvp_owners(arena, to)[segment], 8);
     nc_full_fence(); /* and the taker's word is read after that */
     int taken = kvp_offer_fate(arena, segment, to, epoch);
-    if (taken < 0 && kvp_host_fenced(&arena->roster, to, nc_load(&arena->roster.hosts[to].incarnation)))
-        taken = 0; /* who was taking it is lost. By an old copy of its line, too: a new incarnation aborts that first */
+    if (taken < 0 && kvp_taker_is_gone(arena, to))
+        taken = 0;
     if (taken == 0) {
         kvp_owner_write(arena, segment, epoch + 1, arena->host, KVP_OWNER_TAKEN);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FREE, 0, 0));
@@ -193,19 +214,34 @@ int kvp_owner_revoke(struct kvp_arena *arena, uint32_t segment)
 
 /* ---- taking ---- */
 
+/* Does the offer stand? The giver may be taking it back; if it is lost, its adopter. */
+static int offer_stands(const struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64_t epoch)
+{
+    for (uint32_t h = 0; h < arena->layout.hosts; h++) {
+        uint64_t word = nc_load(&kvp_owners(arena, h)[segment]);
+        enum kvp_owner_state state = kvp_owner_state(word);
+        if (kvp_owner_epoch(word) > epoch && (state == KVP_OWNER_TAKING || state == KVP_OWNER_TAKEN))
+            return 0;
+    }
+    return nc_load(&kvp_owners(arena, from)[segment]) == kvp_owner_word(epoch, arena->host, KVP_OWNER_OFFER);
+}
+
 /* Take one segment that `from` offers in `epoch`: 1 taken. */
 static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64_t epoch)
 {
-    uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0), offer = kvp_owner_word(epoch, arena->host, KVP_OWNER_OFFER);
+    uint64_t seen = kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0);
 
     if (!co_cas(&arena->segments[segment], &seen, kvp_segment_word(KVP_SEGMENT_MOVING, 0, arena->self)))
         return 0;
     KVP_CRASH_POINT("owner.taking");
     kvp_owner_write(arena, segment, epoch, from, KVP_OWNER_TAKING);
-    nc_write_fence(); /* TAKING is in memory before the offer is dropped and read again: Dekker with kvp_owner_revoke */
-    nc_invalidate(&kvp_owners(arena, from)[segment], 8);
-    nc_full_fence(); /* and the offer is read after that */
-    if (nc_load(&kvp_owners(arena, from)[segment]) != offer) {
+    /* TAKING is in memory before the rows are dropped and read again: Dekker with kvp_owner_revoke, and with contest() of an adopter */
+    nc_write_fence();
+    for (uint32_t h = 0; h < arena->layout.hosts; h++)
+        if (h != arena->host)
+            nc_invalidate(&kvp_owners(arena, h)[segment], 8);
+    nc_full_fence(); /* and the rows are read after that */
+    if (!offer_stands(arena, segment, from, epoch)) {
         kvp_owner_write(arena, segment, epoch, from, KVP_OWNER_ABORTED);
         co_store(&arena->segments[segment], kvp_segment_word(KVP_SEGMENT_FOREIGN, 0, 0));
         return 0;
@@ -217,14 +253,16 @@ static int take(struct kvp_arena *arena, uint32_t segment, uint32_t from, uint64
     return 1;
 }
 
-/* Has a worker, or a life, of the host that we offer the segment to ended in the middle of taking it? It does not try again. */
-static int is_refused(const struct kvp_arena *arena, uint32_t segment)
+/* Is an offer of ours to be taken back? We had begun that; or a worker, or a life, of the taker ended in the middle of taking
+ * it, and does not try again. */
+static int is_coming_back(const struct kvp_arena *arena, uint32_t segment)
 {
     uint64_t own = nc_load(&kvp_owners(arena, arena->host)[segment]);
     uint32_t to = kvp_owner_peer(own);
 
-    return kvp_owner_state(own) == KVP_OWNER_OFFER && to < arena->layout.hosts &&
-           nc_load(&kvp_owners(arena, to)[segment]) == kvp_owner_word(kvp_owner_epoch(own), arena->host, KVP_OWNER_ABORTED);
+    return kvp_owner_state(own) == KVP_OWNER_REVOKING ||
+           (kvp_owner_state(own) == KVP_OWNER_OFFER && to < arena->layout.hosts &&
+            nc_load(&kvp_owners(arena, to)[segment]) == kvp_owner_word(kvp_owner_epoch(own), arena->host, KVP_OWNER_ABORTED));
 }
 
 uint32_t kvp_owners_tick(struct kvp_arena *arena)
@@ -235,7 +273,7 @@ uint32_t kvp_owners_tick(struct kvp_arena *arena)
         enum kvp_segment_state state = kvp_segment_state(co_load(&arena->segments[s]));
         if (state == KVP_SEGMENT_OFFERED) {
             see_offer(arena, s);
-            if (is_refused(arena, s))
+            if (is_coming_back(arena, s))
                 kvp_owner_revoke(arena, s);
         }
         if (state != KVP_SEGMENT_FOREIGN || (quota && owned + taken >= quota) || co_load32(&arena->head->yields))

@@ -395,7 +395,11 @@ uint32_t kvp_follow_logs(kvp_pool *pool)
 
 uint32_t kvp_replay(kvp_pool *pool, int patience)
 {
-    if (!KVP_MANY_HOSTS || pool->arena.layout.hosts == 1 || !kvp_turn_take(pool, patience))
+    if (!KVP_MANY_HOSTS)
+        return 0;
+    /* A host alone has nobody to follow, only what its own dead left unsaid. */
+    int nothing = pool->arena.layout.hosts == 1 && !co_load32(&pool->arena.head->stale);
+    if (nothing || !kvp_turn_take(pool, patience))
         return 0;
     uint32_t applied = kvp_follow_logs(pool);
     kvp_turn_end(pool);

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.arguments import whole
 from kvpool.bindings import ffi, lib
-from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, WrongThread
+from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, PoolFull, WrongThread
 from kvpool.keys import KeysLike, key_buffer
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     from kvpool.pool import Pool
 
 __all__ = ["Hit", "Reservation"]
+
+
+def demand_room(pool: Pool, block_class: int, count: int) -> None:
+    """Refuse what can never be had before memory for the list of it is taken. Raises `PoolFull`."""
+    most = pool.info["classes"][block_class]["blocks"]
+    if count > most:
+        raise PoolFull(f"{count} blocks were asked for: the pool has {most} of this size")
 
 
 def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
@@ -215,7 +223,7 @@ class Reservation:
             source = ffi.from_buffer(data)
         except (TypeError, ValueError, BufferError) as error:
             raise InvalidArgument(f"block data must be a contiguous buffer: {error}") from error
-        number = int(self._numbers()[index])
+        number = int(self._numbers()[whole("index", index, 0, len(self) - 1)])
         core = self._pool.core
         core.check(core.lib.kvp_fill(self._pool.handle, self.block_class, number, source, len(source)))
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from kvpool.arguments import numbers, seconds
 from kvpool.bindings import Core, ffi
 from kvpool.bindings.errors import InvalidArgument, PoolFull
 from kvpool.bindings.hashing import hash_of
-from kvpool.handles import Hit, Reservation
+from kvpool.handles import Hit, Reservation, demand_room
 from kvpool.keys import Identity, KeyMaker, Keys, KeysLike, key_buffer
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.02
 
 def patiently(attempt: Callable[[], T], timeout: float | None) -> T:
     """Repeat `attempt` while it raises PoolFull, for at most `timeout` seconds; holds no lock while it waits."""
+    limit = WAIT_S if timeout is None else seconds("timeout", timeout)
     try:
         return attempt()  # nearly always: no clock is read
     except PoolFull:
-        if timeout == 0:
+        if limit == 0:
             raise
-    deadline = time.monotonic() + (WAIT_S if timeout is None else timeout)
+    deadline = time.monotonic() + limit
     pause = _PAUSE_S_MIN
     while True:
         try:
@@ -128,11 +130,11 @@ class Namespace:
         """
         if isinstance(keys, int) and not 0 <= keys <= 0xFFFFFFFF:
             raise InvalidArgument(f"cannot reserve {keys} blocks")
+        if isinstance(keys, bool):
+            raise InvalidArgument(f"{keys} is no number of blocks")
         wanted = (ffi.NULL, int(keys)) if isinstance(keys, int) else key_buffer(keys)
+        demand_room(self.pool, self.block_class, wanted[1])
         new = Reservation(self.pool, self.block_class, wanted)
-
-        if len(new) > self.pool.info["classes"][self.block_class]["blocks"]:
-            timeout = 0  # no wait will help
 
         def attempt() -> Reservation:
             self._core.check(self._core.lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))
@@ -143,9 +145,9 @@ class Namespace:
     def put(self, keys: KeysLike, buffers: Sequence[Any] | NDArray[Any], *, timeout: float | None = None) -> int:
         """Copy one buffer per key into the pool and publish; keys that are present are skipped.
 
-        All buffers have the same length, at most a block's. Works in batches of 64 keys, each stored whole or not at
-        all. Returns how many blocks were stored. Raises `PoolFull` if not even one batch could be after `timeout`
-        seconds (default 1), `InvalidArgument` for buffers that do not fit.
+        All buffers have the same length, at most a block's; the rest of a block becomes zeros. Works in batches of 64
+        keys, each stored whole or not at all. Returns how many blocks were stored. Raises `PoolFull` if not even one
+        batch could be after `timeout` seconds (default 1), `InvalidArgument` for buffers that do not fit.
         """
         pointer, count = key_buffer(keys)
         put, handle, number = self._core.lib.kvp_put, self.pool.handle, self.block_class
@@ -177,7 +179,7 @@ class Namespace:
     ) -> int:
         """As `put`, but the block of keys[i] is gathered from row rows[i] of each of the parts."""
         pointer, count = key_buffer(keys)
-        numbers = _rows(rows, count)
+        which = _rows(rows, count)
         return patiently(
             lambda: self._core.check(
                 self._core.lib.kvp_put_parts(
@@ -187,7 +189,7 @@ class Namespace:
                     count,
                     parts.pointer(self._core),
                     len(parts),
-                    ffi.cast("uint64_t *", ffi.from_buffer(numbers)),
+                    ffi.cast("uint64_t *", ffi.from_buffer(which)),
                 )
             ),
             timeout,
@@ -198,7 +200,7 @@ class Namespace:
     ) -> NDArray[np.bool_]:
         """As `get_into`, but the block of keys[i] is scattered to row rows[i] of each of the parts."""
         pointer, count = key_buffer(keys)
-        numbers, got = _rows(rows, count), np.zeros(count, np.uint8)
+        which, got = _rows(rows, count), np.zeros(count, np.uint8)
         self._core.check(
             self._core.lib.kvp_read_parts(
                 self.pool.handle,
@@ -207,7 +209,7 @@ class Namespace:
                 count,
                 parts.pointer(self._core),
                 len(parts),
-                ffi.cast("uint64_t *", ffi.from_buffer(numbers)),
+                ffi.cast("uint64_t *", ffi.from_buffer(which)),
                 ffi.from_buffer(got),
             )
         )
@@ -258,12 +260,10 @@ class Parts:
     __slots__ = ("array", "reach")
 
     def __init__(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        if not parts or any(value < 0 for part in parts for value in part) or any(part[2] == 0 for part in parts):
+        if not parts or any(len(part) != 4 or part[2] == 0 for part in parts):
             raise InvalidArgument("parts are (address, stride, bytes, at), none negative, of at least one byte")
-        try:
-            self.array = np.array(parts, np.uint64).reshape(len(parts), 4)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"parts are (address, stride, bytes, at), numbers of 64 bits: {error}") from error
+        flat = numbers("parts (address, stride, bytes, at)", [value for part in parts for value in part])
+        self.array = flat.reshape(len(parts), 4)
         self.array.flags.writeable = False
         self.reach = max(at + length for _, _, length, at in parts)
         """Bytes that a pool's block must have."""
@@ -286,19 +286,17 @@ assert ffi.sizeof("struct kvp_part") == 4 * 8
 
 def _rows(rows: Sequence[int] | NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
     """Row numbers, one per key."""
-    try:
-        numbers = np.ascontiguousarray(rows, dtype=np.uint64)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidArgument(f"rows are numbers from 0 on: {error}") from error
-    if numbers.shape != (count,):
-        raise InvalidArgument(f"{count} keys and rows of shape {numbers.shape}: one row per key")
-    return numbers
+    row = numbers("rows", rows)
+    if row.shape != (count,):
+        raise InvalidArgument(f"{count} keys and rows of shape {row.shape}: one row per key")
+    return row
 
 
 def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bool) -> tuple[list[Any], Any, int]:
     """cdata of each buffer (to keep alive), the array of their addresses, and their common length in bytes."""
-    if len(buffers) != count:
-        raise InvalidArgument(f"{count} keys and {len(buffers)} buffers: one buffer per key")
+    if not hasattr(buffers, "__len__") or len(buffers) != count:
+        how = f"{len(buffers)} buffers" if hasattr(buffers, "__len__") else repr(buffers)
+        raise InvalidArgument(f"{count} keys and {how}: one buffer per key")
     try:
         if count == 1:
             one = ffi.from_buffer(_BYTES, buffers[0], writable)
@@ -308,6 +306,8 @@ def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bo
         need = "contiguous, writable" if writable else "contiguous"
         raise InvalidArgument(f"each buffer must be a {need} block of bytes: {error}") from error
     length = len(held[0]) if held else 0
+    if held and not length:
+        raise InvalidArgument("a buffer of no bytes: nothing of a block would be copied")
     for buffer in held:
         if len(buffer) != length:
             lengths = sorted({len(each) for each in held})

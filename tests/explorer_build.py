@@ -50,11 +50,15 @@ def explorer(*flags: str) -> Path:
     build.need("gcc")
     flags = flags or ("-O2",)
     folder = build.ROOT / "build" / "explorer" / _digest(flags)
-    program = folder / "explorer"
-    if program.exists():
-        return program
+    with build.alone(folder.parent):
+        if not (folder / "explorer").exists():
+            _build(folder, flags)
+    return folder / "explorer"
+
+
+def _build(folder: Path, flags: tuple[str, ...]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     command = ["gcc", "-std=gnu11", f"-I{build.ROOT}", "-g", *build.WARNINGS, *build.STRICT, *FLAGS, *flags]
     objects = []
     for source in [*EXPLORED, *sorted(HERE.glob("*.c"))]:
@@ -63,8 +67,7 @@ def explorer(*flags: str) -> Path:
         build.run([*command, *before, "-c", source, "-o", target])
         objects.append(target)
     build.run(["gcc", "-no-pie", *flags, *objects, "-o", folder / "explorer.part"])
-    (folder / "explorer.part").rename(program)
-    return program
+    (folder / "explorer.part").rename(folder / "explorer")
 
 
 def run(scenario: str, *options: str, program: Path | None = None, timeout: float = 600) -> dict[str, object]:

@@ -6,12 +6,15 @@ unchanged tree compiles nothing.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,21 +103,31 @@ def _folder(flavour: Flavour) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Other test processes build there later; what is built already they find."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
 def core(flavour: Flavour) -> tuple[Path, ...]:
     """The objects of the C core."""
     need(flavour.compiler)
     folder = _folder(flavour)
     objects = []
-    for source in SOURCES:
-        if source.parent.name not in flavour.folders:
-            continue
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        if not target.exists():
-            partial = target.with_suffix(".part")
-            run([*flavour.command(), "-c", source, "-o", partial])
-            partial.rename(target)
-        objects.append(target)
+    with alone(folder):
+        for source in SOURCES:
+            if source.parent.name not in flavour.folders:
+                continue
+            target = folder / f"{source.parent.name}-{source.stem}.o"
+            if not target.exists():
+                partial = target.with_suffix(".part")
+                run([*flavour.command(), "-c", source, "-o", partial])
+                partial.rename(target)
+            objects.append(target)
     return tuple(objects)
 
 
@@ -122,9 +135,11 @@ def core(flavour: Flavour) -> tuple[Path, ...]:
 def program(flavour: Flavour, source: str, *flags: str) -> Path:
     """The program made of tests/<source> and the core."""
     objects = core(flavour)
-    target = _folder(flavour) / Path(source).stem
-    if not target.exists():
-        partial = target.with_suffix(".part")
-        run([*flavour.command(), *flavour.link, *flags, ROOT / "tests" / source, *objects, "-o", partial])
-        partial.rename(target)
+    folder = _folder(flavour)
+    target = folder / Path(source).stem
+    with alone(folder):
+        if not target.exists():
+            partial = target.with_suffix(".part")
+            run([*flavour.command(), *flavour.link, *flags, ROOT / "tests" / source, *objects, "-o", partial])
+            partial.rename(target)
     return target

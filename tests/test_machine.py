@@ -231,6 +231,23 @@ class SmallMachine(Machine):
     evicts = True
 
 
+@pytest.mark.racks("sim-1", "sim-2")
+def test_what_a_dead_worker_published_is_found_once_it_is_recovered(rack):
+    found = set()
+    for step in range(26, 38):
+        machine = Machine(rack.name)
+        machine.reserve(0, 3, LENGTH)
+        machine.arm(0, step)
+        machine.publish(0)
+        there = [machine.command(index, "present", 3, LENGTH) for index in (1, 2)]
+        live = machine.rack.report().blocks["live"]
+        assert there[0] == there[1]
+        assert bin(there[0]).count("1") == live
+        found.add(there[0])
+        machine.teardown()
+    assert len(found) > 2, "it always died before, or after, it had published"
+
+
 @pytest.mark.racks("sim-1", "sim-2", "sim-4")
 @pytest.mark.parametrize("machine", [Machine, SmallMachine])
 def test_machine(machine, rack):

@@ -55,6 +55,24 @@ def test_another_engine_is_a_miss(first, models, truth, uri, what, changes):
     demand_clean(uri)
 
 
+def test_other_instructions_are_a_miss(first, models, truth, uri):
+    """On a CPU the order of the bytes in a page is the instruction set's own."""
+    first.engine(models("llama"), uri, extra=SIZE)
+    first.generate(PROMPT)
+    probe = "import torch; probe = torch.cpu._is_avx512_bf16_supported; "
+    first.run(probe + "torch.cpu._is_avx512_bf16_supported = lambda: not probe(); torch.cpu.probed = probe")
+    try:
+        first.engine(models("llama"), uri)
+        assert first.generate(PROMPT)[0]["cached"] == 0
+    finally:
+        first.run("import torch; torch.cpu._is_avx512_bf16_supported = torch.cpu.probed")
+    first.engine(models("llama"), uri)
+    again = first.generate(PROMPT)[0]
+    assert (again["cached"], same(again, truth[0])) == (896, True)
+    first.call("close")
+    demand_clean(uri)
+
+
 @pytest.mark.parametrize(
     ("extra", "changes", "reason"),
     [

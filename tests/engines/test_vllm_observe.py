@@ -203,4 +203,6 @@ def test_two_ranks(make_client, models, uri):
     loading.reset()
     assert loading.generate(PROMPT)[0]["logprob"] != stored["logprob"]
     loading.close()
+    with pytest.raises(RuntimeError, match="needs blocks of 65536 bytes"):  # whole pages, not halves
+        make_client().engine(models("llama"), uri)
     demand_clean(uri)
