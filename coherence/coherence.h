@@ -123,7 +123,9 @@ static inline void kvp_lines_note(struct kvp_lines *lines, const void *p)
  * copied in is also on its way to the device, and there once the caller's next nc_write_fence has passed. What is copied
  * out is what this host sees: the caller has invalidated it. Ranges must not overlap. */
 void kvp_copy_in(void *pool, const void *from, uint64_t bytes);
+/* cdef: begin */
 void kvp_copy_out(void *to, const void *pool, uint64_t bytes);
+/* cdef: end */
 
 /* ---- crash points: named places where a test kills the process (tests/test_crash.py) ------------------
  * In ordinary builds they are nothing. With -DKVP_CRASH_POINTS, kvp_crash_arm(name, n) makes the n-th pass

@@ -172,6 +172,14 @@ class Copies:
         spent = elapsed_us(lambda: fill(handle, 0, number, source, self.stride))[0]
         return spent - elapsed_us(empty_call(self.pool))[0]
 
+    def bare_out(self) -> float:
+        """The same of the copy out of a block, into the caller's memory."""
+        turn = next(self._turns)
+        block = self.pool.tensor()[self.reserved.blocks[turn % self.count]]
+        target, source = ffi.from_buffer(self.buffers[turn % self.count]), ffi.from_buffer(block)
+        spent = elapsed_us(lambda: lib.kvp_copy_out(target, source, self.stride))[0]
+        return spent - elapsed_us(empty_call(self.pool))[0]
+
     def close(self) -> None:
         """Give the memory back."""
         self.reserved.withdraw()
@@ -184,8 +192,8 @@ def copy_rows(effort: Effort) -> Iterator[Row]:
         copies = Copies(stride)
         samples = effort.samples(320 if stride < HUGE_PAGE else 120)
         # Apart from each other: what one leaves in the caches the next would have to write back.
-        for verb, timed in (("put", copies.put), ("get_into", copies.get)):
-            spent, bare = in_turn(samples, timed, copies.bare)
+        for verb, timed, alone in (("put", copies.put, copies.bare), ("get_into", copies.get, copies.bare_out)):
+            spent, bare = in_turn(samples, timed, alone)
             yield Row.of(f"{verb}, {name} (Python)", "us", spent, bare)
         copies.close()
 
