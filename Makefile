@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo demo-rack test test-devices test-engines engines model lint types build wheel-test clean
+.PHONY: demo demo-rack cases test test-devices test-engines engines model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
@@ -16,6 +16,11 @@ demo-rack: $(VENV)/demo-ready
 
 test: $(VENV)/dev-ready model
 	$(BIN)/python -P -m pytest -q -n auto --maxprocesses 4
+
+# What went wrong for others: the tests that keep each case, and what becomes of each. With CASES= only the second.
+CASES ?= --run
+cases: $(VENV)/dev-ready
+	$(BIN)/python -P tests/cases/report.py $(CASES)
 
 # Guests with CXL, dax and NUMA devices, in QEMU: packages of Debian's archive in build/rig; nothing is installed. The wheel
 # that the guests get is built once, and runs the rig as well: no environment for the demo is needed.
@@ -36,7 +41,7 @@ ENGINE_EXTRAS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi
 ENGINE_PIP := $(ENGINES)/bin/python -m pip -q --disable-pip-version-check
 
 test-engines: $(ENGINES)/ready
-	$(ENGINES)/bin/python -P -m pytest -q tests/engines $(ENGINE_TESTS)
+	$(ENGINES)/bin/python -P -m pytest -q tests/engines tests/cases/test_vllm.py $(ENGINE_TESTS)
 
 engines: $(ENGINES)/ready
 

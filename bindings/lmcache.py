@@ -71,6 +71,11 @@ class PoolClient:
             raise kvpool.InvalidArgument(f"threads={threads} is 1 to 64, hold_seconds={hold_seconds} not negative")
         if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
             raise kvpool.InvalidArgument(f"chunk_tokens={chunk_tokens!r}: LMCache's --chunk-size")
+        if hash_algorithm == "builtin" and os.environ.get("PYTHONHASHSEED") in (None, "random"):
+            raise kvpool.InvalidArgument(
+                "hash_algorithm='builtin' makes other hashes in each process: set PYTHONHASHSEED to the same number "
+                "for all, or choose another algorithm"
+            )
         self.identity = kvpool.Identity(
             model="lmcache",
             revision=revision,
@@ -105,19 +110,19 @@ class PoolClient:
 
     def submit_batch_set(self, keys: Sequence[str], buffers: Sequence[Any]) -> int:
         """Store objects; the completion is ok if all are there now. Buffers must stay until then."""
-        return self._submit(self._set, list(keys), [_bytes(buffer) for buffer in buffers])
+        return self._submit(self._set, keys, [_bytes(buffer) for buffer in buffers])
 
     def submit_batch_get(self, keys: Sequence[str], buffers: Sequence[Any]) -> int:
         """Load objects; the completion says for each whether its buffer holds it now."""
-        return self._submit(self._get, list(keys), [_bytes(buffer) for buffer in buffers])
+        return self._submit(self._get, keys, [_bytes(buffer) for buffer in buffers])
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Which objects are there; those stay for `hold_seconds`, or until they are got."""
-        return self._submit(self._exists, list(keys))
+        return self._submit(self._exists, keys)
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
         """Remove objects; the completion says for each whether it was there."""
-        return self._submit(self._delete, list(keys))
+        return self._submit(self._delete, keys)
 
     def drain_completions(self) -> list[Completion]:
         """All completions since the last call: (number, ok, error, one bool per key or None)."""
@@ -144,14 +149,16 @@ class PoolClient:
 
     # ---- submitting ----
 
-    def _submit(self, work: Callable[..., Completion], *arguments: Any) -> int:
+    def _submit(self, work: Callable[..., Completion], keys: Sequence[str], *columns: Any) -> int:
         """Have a thread do it; returns the number that its completion will carry."""
+        if isinstance(keys, str):
+            raise kvpool.InvalidArgument(f"{keys!r} is one key: a batch is a list of them")
         with self._lock:
             if self._is_closed:
                 raise kvpool.Closed("this client is closed")
             self._submitted += 1
             number = self._submitted
-        self._threads.submit(self._work, number, work, *arguments)
+        self._threads.submit(self._work, number, work, list(keys), *columns)
         return number
 
     def _work(self, number: int, work: Callable[..., Completion], *arguments: Any) -> None:

@@ -188,6 +188,8 @@ int kvp_mapping_open(const char *uri, struct kvp_mapping *out);
 int kvp_mapping_attach(struct kvp_mapping *mapping, uint32_t host);
 /* Ask for 2 MiB pages behind the whole mapping, where its pages may move: best effort, or with hugepage= NOSPACE. */
 int kvp_mapping_collapse(const struct kvp_mapping *mapping);
+/* Ask for 2 MiB pages in private memory that nobody has touched yet: large tables are looked at all over. Best effort. */
+void kvp_prefer_huge(void *memory, uint64_t bytes);
 /* Unmap and close. The memory itself stays. */
 void kvp_mapping_close(struct kvp_mapping *mapping);
 /* Remove the name of shm:, sim: (with all caches) or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */

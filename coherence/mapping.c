@@ -369,6 +369,12 @@ static int fail_backing(const struct kvp_mapping *mapping, int error)
                     (unsigned long long)mapping->bytes, strerror(error));
 }
 
+/* A kernel, a file system or a sandbox that does not know or allow a call that we can do without. */
+static int is_refused(int error)
+{
+    return error == EINVAL || error == ENOSYS || error == EPERM || error == EOPNOTSUPP;
+}
+
 /* Promise the bytes of a file: from here on a store to them cannot end in SIGBUS. */
 static int allocate(const struct kvp_mapping *mapping, uint64_t start, uint64_t end)
 {
@@ -378,7 +384,7 @@ static int allocate(const struct kvp_mapping *mapping, uint64_t start, uint64_t 
         return KVP_OK;
     while (error == EINTR)
         error = posix_fallocate(mapping->fd, (off_t)start, (off_t)(end - start));
-    return error == 0 || error == EOPNOTSUPP || error == EINVAL ? KVP_OK : fail_backing(mapping, error);
+    return error == 0 || is_refused(error) ? KVP_OK : fail_backing(mapping, error);
 }
 
 static int populate(const struct kvp_mapping *mapping, uint64_t start, uint64_t end)
@@ -390,7 +396,7 @@ static int populate(const struct kvp_mapping *mapping, uint64_t start, uint64_t 
     while (start < end && status == KVP_OK) {
         if (madvise(mapping->base + start, end - start, MADV_POPULATE_WRITE) == 0)
             break;
-        if (errno == EINVAL || errno == ENOSYS) /* Linux before 5.14: touch */
+        if (is_refused(errno)) /* Linux before 5.14, or a filter of system calls: touch, without changing anything */
             for (; start < end; start += KVP_PAGE)
                 co_or((co_u64 *)(void *)(mapping->base + start), 0);
         else if (errno != EAGAIN && errno != EINTR)
@@ -529,6 +535,14 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
     return kvp_fail(KVP_E_NOSPACE, "%s has %llu bytes and cannot have them in pages of 2 MiB (%s): leave hugepage=2M out, or "
                     "reserve such pages and use hugetlb:2MiB", mapping->uri, (unsigned long long)mapping->bytes,
                     whole ? strerror(errno) : "too small");
+}
+
+void kvp_prefer_huge(void *memory, uint64_t bytes)
+{
+    uint64_t skipped = -(uintptr_t)memory & (KVP_HUGE_PAGE - 1);
+
+    if (bytes > skipped)
+        madvise((uint8_t *)memory + skipped, (bytes - skipped) & ~(uint64_t)(KVP_PAGE - 1), MADV_HUGEPAGE);
 }
 
 void kvp_mapping_close(struct kvp_mapping *mapping)

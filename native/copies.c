@@ -136,14 +136,28 @@ static void copy_in(const struct side *side, uint32_t i, uint8_t *to)
         kvp_copy_in(to + side->parts[p].at, row_of(&side->parts[p], side->rows[i]), side->parts[p].bytes);
 }
 
-static int fill(kvp_pool *pool, uint32_t c, uint32_t number, const struct side *side, uint32_t i)
+/* What the parts leave out is not left as another tenant had it: nobody who reads the whole block may see that. */
+static void blank(uint8_t *to, const struct side *side, uint64_t stride)
+{
+    static const uint8_t zeros[4096];
+
+    for (uint64_t at = side->bytes < side->reach ? 0 : side->reach, n; at < stride; at += n) {
+        n = stride - at < sizeof zeros ? stride - at : sizeof zeros;
+        kvp_copy_in(to + at, zeros, n);
+    }
+}
+
+static int fill(kvp_pool *pool, uint32_t c, uint32_t number, const struct side *side, uint32_t i, int is_whole)
 {
     uint64_t ref;
     int status;
 
     __atomic_add_fetch(&pool->copies, 1, __ATOMIC_ACQ_REL);
-    if (!(status = kvp_future_ref(&pool->arena, c, number, &ref)) && !(status = kvp_enter(pool))) {
-        copy_in(side, i, kvp_block_data(&pool->arena, kvp_block(c, number)));
+    if (!(status = kvp_enter(pool)) && !(status = kvp_future_ref(&pool->arena, c, number, &ref))) { /* closed, then ours */
+        uint8_t *to = kvp_block_data(&pool->arena, kvp_block(c, number));
+        if (is_whole)
+            blank(to, side, pool->arena.class[c].stride);
+        copy_in(side, i, to);
         kvp_count(pool, KVP_COUNT_BYTES_IN, side->bytes);
     }
     __atomic_sub_fetch(&pool->copies, 1, __ATOMIC_ACQ_REL);
@@ -158,7 +172,7 @@ int kvp_fill(kvp_pool *pool, uint32_t c, uint32_t number, const void *from, uint
 
     if (status || (status = check_bytes(pool, c, bytes)))
         return status;
-    return fill(pool, c, number, &side, 0);
+    return fill(pool, c, number, &side, 0, 0);
 }
 
 /* Store up to BATCH blocks, from the one at `at` on; those whose key is present are skipped. */
@@ -180,7 +194,7 @@ static int64_t put_batch(kvp_pool *pool, uint32_t c, const uint8_t *keys, uint32
         return 0;
     int64_t status = kvp_reserve(pool, c, count, numbers);
     for (uint32_t i = 0; i < count && status == KVP_OK; i++)
-        status = fill(pool, c, numbers[i], side, which[i]);
+        status = fill(pool, c, numbers[i], side, which[i], 1);
     if (status == KVP_OK)
         status = kvp_publish_ordered(pool, c, numbers, wanted, count, refs, order);
     if (status < 0)

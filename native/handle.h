@@ -261,6 +261,8 @@ static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
 }
 /* References of the n keys that stand, 0 else; stops at the first miss if `prefix`. Returns how many stand. */
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* Ask for the lines of a key's first home: a search will follow. */
+void kvp_directory_ask(const kvp_pool *pool, const void *key);
 /* A block of ours under this key that somebody holds for eviction at this moment; 0 if there is none. */
 uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t class, const struct kvp_key *key);
 /* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from kvpool.arguments import text, whole
 from kvpool.bindings import check, ffi, lib
 from kvpool.bindings.errors import InvalidArgument
 from kvpool.bindings.hashing import HASH
@@ -17,6 +18,21 @@ from kvpool.bindings.hashing import HASH
 __all__ = ["Identity", "KeyMaker", "Keys", "KeysLike", "key_buffer"]
 
 KEY_BYTES: int = lib.KVP_KEY_BYTES
+
+
+def _rank(value: Any) -> tuple[int, int]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidArgument(f"Identity.rank is (rank, ranks), not {value!r}")
+    ranks = whole("Identity.rank[1]", value[1], 1)
+    return whole("Identity.rank[0]", value[0], 0, ranks - 1), ranks
+
+
+def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
+    """Sorted. A number or None is not made a string here: it would equal the string that it looks like."""
+    is_list = isinstance(value, tuple | list)
+    if not is_list or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in value):
+        raise InvalidArgument(f"Identity.extra is a sequence of (name, value) pairs, not {value!r}")
+    return tuple(sorted((text("Identity.extra", name), text(f"Identity.extra {name}", each)) for name, each in value))
 
 
 @dataclass(frozen=True)
@@ -52,13 +68,13 @@ class Identity:
                 raise InvalidArgument(
                     f"Identity.{name} must be a non-empty string, not {value!r}: it decides what is shared"
                 )
-        rank, ranks = self.rank
-        if not 0 <= rank < ranks:
-            raise InvalidArgument(f"Identity.rank is (rank, ranks) with 0 <= rank < ranks, not {self.rank}")
-        if not 1 <= self.block_tokens <= 1024:
-            raise InvalidArgument(f"Identity.block_tokens is 1 to 1024, not {self.block_tokens}")
-        pairs = sorted((str(name), str(value)) for name, value in self.extra)
-        object.__setattr__(self, "extra", tuple(pairs))
+        for name in ("adapter", "isa"):
+            if getattr(self, name) is not None:
+                text(f"Identity.{name}", getattr(self, name))
+        # One form of each value, or identities that are equal would make keys that are not.
+        object.__setattr__(self, "rank", _rank(self.rank))
+        object.__setattr__(self, "block_tokens", whole("Identity.block_tokens", self.block_tokens, 1, 1024))
+        object.__setattr__(self, "extra", _pairs(self.extra))
 
     def canonical(self) -> bytes:
         """The same bytes for equal identities in every process, machine and Python version."""
@@ -73,11 +89,13 @@ class Keys(Sequence[bytes]):
     `namespace.keys(more_tokens, after=keys)`.
     """
 
-    __slots__ = ("_chain", "array")
+    __slots__ = ("_chain", "array", "pointer")
 
     def __init__(self, array: np.ndarray[Any, Any], chain: tuple[int, int, int, int] | None = None) -> None:
         array.flags.writeable = False
         self.array = array
+        self.pointer: tuple[Any, int] = (ffi.from_buffer(array), len(array))
+        """For `kvpool.bindings`: the keys as cdata, which keeps them alive, and their number."""
         self._chain = chain
 
     @property
@@ -118,6 +136,20 @@ class Keys(Sequence[bytes]):
         return f"<Keys {len(self)}>"
 
 
+def _list_of(what: str, values: Any) -> list[Any]:
+    """A string or a number where a list is wanted is refused, not taken letter by letter."""
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise InvalidArgument(f"{values!r} is no list of {what}")
+    return list(values)
+
+
+def _key_bytes(key: Any) -> bytes:
+    try:
+        return memoryview(key).tobytes()  # bytes(key) would make zeros of a number
+    except TypeError as error:
+        raise InvalidArgument(f"a key is {KEY_BYTES} bytes, not {key!r}: use Namespace.keys()") from error
+
+
 KeysLike = Keys | bytes | bytearray | memoryview | Sequence[bytes]
 
 
@@ -128,9 +160,9 @@ def key_buffer(keys: KeysLike) -> tuple[Any, int]:
     length.
     """
     if isinstance(keys, Keys):
-        return ffi.from_buffer(keys.array), len(keys)
+        return keys.pointer
     if not isinstance(keys, bytes | bytearray | memoryview):
-        parts = [bytes(key) for key in keys]
+        parts = [key if isinstance(key, bytes) else _key_bytes(key) for key in _list_of("keys", keys)]
         wrong = next((key for key in parts if len(key) != KEY_BYTES), None)
         if wrong is not None:
             raise InvalidArgument(f"a key has {KEY_BYTES} bytes, this one {len(wrong)}: use Namespace.keys()")
@@ -160,6 +192,17 @@ def token_array(token_ids: Any) -> np.ndarray[Any, np.dtype[np.uint32]]:
 _NAME_MARK = b"kvpool name 1\0"
 
 
+def _name_bytes(name: Any) -> bytes:
+    """Names that are missing are refused: all of them would be one."""
+    try:
+        data = text("name", name).encode() if isinstance(name, str) else memoryview(name).tobytes()
+    except TypeError as error:
+        raise InvalidArgument(f"a name is a string or bytes, not {name!r}") from error
+    if not data:
+        raise InvalidArgument("a name is not empty")
+    return data
+
+
 class KeyMaker:
     """Derives keys for one identity and tenant. Thread-safe; the same keys in every process and on every machine.
 
@@ -168,7 +211,9 @@ class KeyMaker:
     """
 
     def __init__(self, identity: Identity, tenant: str) -> None:
-        material = identity.canonical() + b"\0" + tenant.encode()
+        if not isinstance(identity, Identity):
+            raise InvalidArgument(f"{identity!r} is no Identity")
+        material = identity.canonical() + b"\0" + text("tenant", tenant).encode()
         self.block_tokens = identity.block_tokens
         self._secret = hashlib.shake_256(b"kvpool keys 1\0" + material).digest(lib.KVP_SECRET_BYTES)
         start = hashlib.sha256(b"kvpool chain 1\0" + material).digest()
@@ -176,31 +221,37 @@ class KeyMaker:
 
     def keys(self, token_ids: Any, after: Keys | None) -> Keys:
         """One key per full block of token_ids; a rest shorter than a block has none."""
+        arguments, array = self.request(ffi, token_ids, after)
+        check(lib.kvp_keys(HASH, *arguments))
+        return self.made(arguments, array)
+
+    def request(self, ffi: Any, token_ids: Any, after: Keys | None) -> tuple[tuple[Any, ...], np.ndarray[Any, Any]]:
+        """What `kvp_keys` takes after the hash, and the array that it fills: what `made` makes Keys of."""
         tokens = token_array(token_ids)
+        if after is not None and not isinstance(after, Keys):
+            raise InvalidArgument(f"after={after!r} is not what Namespace.keys() gave")
         if after is not None and after.chain is None:
             raise InvalidArgument("these keys end before their chain does: only the whole of it can be extended")
-        start = self._start if after is None or after.chain is None else after.chain
-        chain = ffi.new("struct kvp_chain *", {"low": start[0], "high": start[1], "head": start[2], "blocks": start[3]})
+        chain = ffi.new("struct kvp_chain *", self._start if after is None or after.chain is None else after.chain)
         count = len(tokens) // self.block_tokens
-        out = np.empty((count, KEY_BYTES), np.uint8)
-        check(
-            lib.kvp_keys(
-                HASH,
-                self._secret,
-                ffi.cast("uint32_t *", ffi.from_buffer(tokens)),
-                count,
-                self.block_tokens,
-                chain,
-                ffi.from_buffer(out),
-            )
-        )
-        return Keys(out, (chain.low, chain.high, chain.head, chain.blocks))
+        array = np.empty((count, KEY_BYTES), np.uint8)
+        source = ffi.from_buffer("uint32_t[]", tokens)
+        return (self._secret, source, count, self.block_tokens, chain, ffi.from_buffer(array)), array
+
+    @staticmethod
+    def made(arguments: tuple[Any, ...], array: np.ndarray[Any, Any]) -> Keys:
+        """The keys that C has filled in."""
+        chain = arguments[4]
+        return Keys(array, (chain.low, chain.high, chain.head, chain.blocks))
 
     def named(self, names: Sequence[bytes | str]) -> Keys:
         """One key per name: a digest of it under the secret. Names are no chain, so the keys cannot be extended."""
-        out = np.empty((len(names), KEY_BYTES), np.uint8)
-        for row, name in zip(out, names, strict=True):
-            data = _NAME_MARK + (name.encode() if isinstance(name, str) else bytes(name))
+        if isinstance(names, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"{names!r} is one name: names are a list of them")
+        listed = _list_of("names", names)
+        out = np.empty((len(listed), KEY_BYTES), np.uint8)
+        for row, name in zip(out, listed, strict=True):
+            data = _NAME_MARK + _name_bytes(name)
             digest = HASH(data, len(data), self._secret, lib.KVP_SECRET_BYTES)
             row[:8] = np.frombuffer(digest.low.to_bytes(8, "little"), np.uint8)
             row[8:] = np.frombuffer(digest.high.to_bytes(8, "little"), np.uint8)

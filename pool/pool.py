@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool import reports
+from kvpool.arguments import numbers, seconds, whole
 from kvpool.bindings import MODES, Core, core, ffi, lib, loaded
 from kvpool.bindings.errors import (
     Busy,
@@ -43,7 +44,24 @@ __all__ = ["POLICIES", "Pool", "create", "open", "remove"]
 POLICIES = ("leaf", "lru", "fifo", "lfu")
 BLOCK_BYTES_MIN, BLOCK_BYTES_MAX, BLOCK_BYTES_STEP = 4 << 10, 16 << 20, 64
 _POPULATE_STEP = 256 << 20
+LEASE_S_MAX = 4e6
 Progress = Callable[[int, int], None]
+
+
+_SIZES, _ROWS_MAX = 33, 1 << 16
+
+
+class Rows(dict[int, "NDArray[np.uint8]"]):
+    """A view of each block that was looked at, up to a number: making one costs more than finding the block."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+
+    def __missing__(self, number: int) -> NDArray[np.uint8]:
+        row: NDArray[np.uint8] = self._array[number]
+        if len(self) < _ROWS_MAX:
+            self[number] = row
+        return row
 
 
 class Pool:
@@ -63,6 +81,11 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        classes = range(len(self._info["classes"]))
+        self.rows = [Rows(self.tensor(number)) for number in classes]
+        """The blocks of each class by number, as read-only bytes. For `Hit`."""
+        self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
+        """Empty holds of each class and size. For `Hit`."""
         self._answers = Answers()
 
     # ---- life ----
@@ -101,7 +124,7 @@ class Pool:
 
     def _class(self, block_class: int) -> dict[str, Any]:
         classes: list[dict[str, Any]] = self._info["classes"]
-        if not 0 <= block_class < len(classes):
+        if not 0 <= whole("block_class", block_class, -1 << 63) < len(classes):
             raise OutOfRange(f"class {block_class} does not exist: the pool has {len(classes)}")
         return classes[block_class]
 
@@ -154,17 +177,15 @@ class Pool:
         Raises `Stale` if one was freed or reused since, `OutOfRange` if one names no block of this pool, `NoPins`;
         `InvalidArgument` if they are of several classes. Then none is pinned.
         """
-        try:
-            wanted = np.array(refs, dtype=np.uint64)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"references are integers of 64 bits: {error}") from error
+        wanted = numbers("references", refs)
         classes = set(((wanted & np.uint64(0xFFFFFFFF)) >> np.uint64(29)).ravel().tolist())
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
-        hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        return hit.hold(
-            self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
-        )
+        block_class = classes.pop() if classes else 0
+        self._class(block_class)
+        hit = Hit(self, block_class, len(wanted))
+        pointer = ffi.from_buffer("uint64_t[]", wanted)
+        return hit.hold(self.core.check(self.core.lib.kvp_hold_pin(hit.held, pointer, len(wanted))))
 
     def stock(self, block_class: int = 0) -> Stock:
         """Blocks by number, for an engine whose cache is this pool: see `Stock`."""
@@ -174,9 +195,8 @@ class Pool:
     def evict(self, count: int, block_class: int = 0) -> int:
         """Evict up to `count` blocks of a class in policy order and free them. Returns how many could be."""
         self._class(block_class)
-        if count < 0:
-            raise InvalidArgument(f"cannot evict {count} blocks")
-        return self.core.check(self.core.lib.kvp_shrink(self.handle, block_class, min(count, 0xFFFFFFFF)))
+        most = min(whole("count", count), 0xFFFFFFFF)
+        return self.core.check(self.core.lib.kvp_shrink(self.handle, block_class, most))
 
     # ---- hosts ----
 
@@ -206,7 +226,8 @@ class Pool:
         The other takes them at its next tick. Returns how many were offered: fewer where pins or reservations keep
         segments from being emptied. Raises `OutOfRange`.
         """
-        return self.core.check(self.core.lib.kvp_pool_give(self.handle, host, segments))
+        which, many = whole("host", host, 0, 0xFFFF), whole("segments", segments, 0, 0xFFFFFFFF)
+        return self.core.check(self.core.lib.kvp_pool_give(self.handle, which, many))
 
     def revoke(self) -> int:
         """Take back offers that nobody has taken. Returns how many segments are ours again."""
@@ -219,7 +240,8 @@ class Pool:
         host that is alive would go on writing. Idempotent. Returns how many segments were adopted. Raises `OutOfRange`,
         `Busy` while the host's beat changes, `InvalidArgument` for another incarnation than the one that is there.
         """
-        return self.core.check(self.core.lib.kvp_pool_fence(self.handle, host, incarnation))
+        which, life = whole("host", host, 0, 0xFFFF), whole("incarnation", incarnation, 0, 0xFFFFFFFF)
+        return self.core.check(self.core.lib.kvp_pool_fence(self.handle, which, life))
 
     def tend(self, fence: Fence) -> int:
         """One step of looking after lost hosts: ask the site about each that has lapsed, adopt where it names us.
@@ -283,6 +305,8 @@ atexit.register(_leave_all)
 
 
 def _strides(block: int | str | Sequence[int | str]) -> list[int]:
+    if not isinstance(block, int | str | list | tuple):
+        raise InvalidArgument(f"block={block!r} is not a size, such as '128KiB', or a list of sizes")
     blocks = [block] if isinstance(block, int | str) else list(block)
     strides = [parse_size(each) for each in blocks]
     for stride in strides:
@@ -310,6 +334,13 @@ def _demand_numbers(**numbers: tuple[int, int]) -> None:
     for what, (value, least) in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 0xFFFF:
             raise InvalidArgument(f"{what}={value!r} is not a number from {least} on")
+
+
+def _demand_backing(threads: int | None, progress: Any) -> int:
+    """How many threads back the memory."""
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress={progress!r} cannot be called")
+    return min(8, os.cpu_count() or 1) if threads is None else whole("threads", threads, 1, 64)
 
 
 def _demand_no_device(uri: str) -> None:
@@ -372,9 +403,10 @@ def create(
     if policy not in POLICIES:
         raise InvalidArgument(f"no policy {policy!r}: {', '.join(POLICIES)} exist")
     _demand_numbers(hosts=(hosts, 1), host=(host, 0), quota=(quota, 0))
+    threads = _demand_backing(threads, progress)
     request = chosen.ffi.new("struct kvp_request *")
     request.hosts, request.host, request.quota = hosts, host, quota
-    request.lease_ms = round(lease * 1000)
+    request.lease_ms = round(seconds("lease", lease, 0.001, LEASE_S_MAX) * 1000)
     request.bytes = 0 if size is None else parse_size(size)
     request.blocks, request.workers, request.classes = blocks or 0, workers, len(strides)
     request.stride = strides + [0] * (8 - len(strides))
@@ -468,10 +500,12 @@ def open(uri: str, *, host: int | None = None, mode: str | None = None, unqualif
     or is another machine's; `Unqualified`; `InvalidArgument` for the URI.
     """
     number = os.environ.get("KVPOOL_HOST", "0") if host is None else host
-    try:
-        number = int(number)
-    except ValueError as error:
-        raise InvalidArgument(f"KVPOOL_HOST={number!r} is not the number of a host") from error
+    if isinstance(number, str):
+        try:
+            number = int(number)
+        except ValueError as error:
+            raise InvalidArgument(f"host {number!r} (of KVPOOL_HOST) is not the number of a host") from error
+    number = whole("host", number, -1 << 63)
     chosen = core(mode) if mode else core_of(uri)
     if number and chosen.mode == "coherent" and host is None:
         number = 0

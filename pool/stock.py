@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.arguments import whole
 from kvpool.bindings import ffi, lib
 from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned
-from kvpool.handles import new_hold
+from kvpool.handles import demand_room, new_hold
 from kvpool.keys import KeysLike, key_buffer
 
 if TYPE_CHECKING:
@@ -45,7 +47,11 @@ class Stock:
     def _checked(self, numbers: Sequence[int], *, reserved: bool) -> list[int]:
         """Each is here, once, as that. Raises `NotOwned`."""
         seen: set[int] = set()
-        for number in numbers:
+        try:
+            listed = [operator.index(number) for number in numbers]
+        except TypeError as error:
+            raise InvalidArgument(f"{numbers!r} is no list of block numbers: {error}") from error
+        for number in listed:
             here = 0 <= number < self._blocks and (
                 self._numbers[number] != lib.KVP_NO_BLOCK if reserved else self._refs[number] != 0
             )
@@ -54,7 +60,7 @@ class Stock:
                     f"block {number} is not {'reserved' if reserved else 'pinned'} by this stock, or is named twice"
                 )
             seen.add(number)
-        return list(numbers)
+        return listed
 
     @property
     def reserved(self) -> int:
@@ -68,8 +74,8 @@ class Stock:
 
     def take(self, count: int) -> list[int]:
         """Reserve blocks, evicting in policy order: all or none. Never waits. Raises `PoolFull`."""
-        if count < 0:
-            raise InvalidArgument(f"cannot reserve {count} blocks")
+        count = whole("count", count)
+        demand_room(self._pool, self.block_class, count)
         numbers = ffi.new("uint32_t[]", count)
         with self._lock:
             self._enter()

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +234,80 @@ def python(rack):
         )
         assert not check or done.returncode == 0, done.stderr
         return done
+
+    return run
+
+
+PRELUDE = """
+import os, signal, sys, time, threading
+import numpy as np
+import kvpool
+sys.path.insert(0, {tests!r})
+from conftest import Rack, fill, payload
+rack = Rack.here()
+identity = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+def script(body):
+    """A program after PRELUDE."""
+    return PRELUDE.format(tests=os.path.dirname(__file__)) + textwrap.dedent(body)
+
+
+@pytest.fixture
+def start(rack):
+    """Start a program that prints lines, on the next host or on that of a pool; killed at the end of the test.
+
+    PRELUDE stands before it.
+    """
+    running = []
+
+    def run(body, *arguments, at=None):
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", script(body), *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=rack.environment(at),
+            )
+        )
+        return running[-1]
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def said(process, seconds=60):
+    """What a program says until it ends well."""
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == 0, err
+    assert "ignored" not in err, err
+    return out
+
+
+@pytest.fixture
+def container(tmp_path):
+    """Run a program where /dev/shm has so few MiB; its output. A mount namespace plays the container."""
+
+    def run(mebibytes, body):
+        if os.getuid() != 0 or not shutil.which("unshare"):
+            pytest.skip("needs root for a mount namespace")
+        program = tmp_path / "program.py"
+        program.write_text(script(body))
+        mount = f"mount -t tmpfs -o size={mebibytes}m none /dev/shm && exec {sys.executable} -P {program}"
+        done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, timeout=100)
+        if "unshare" in done.stderr and "denied" in done.stderr:
+            pytest.skip("mount namespaces are not allowed here")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 

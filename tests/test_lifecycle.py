@@ -6,8 +6,6 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 
 import numpy as np
@@ -17,49 +15,6 @@ from conftest import eventually, fill, payload
 import kvpool
 
 pytestmark = pytest.mark.racks("sim-1", "sim-2", "sim-4")
-
-PRELUDE = """
-import os, signal, sys, time, threading
-import numpy as np
-import kvpool
-sys.path.insert(0, {tests!r})
-from conftest import Rack, fill, payload
-rack = Rack.here()
-identity = kvpool.Identity(model="test", revision="1", dtype="float32", layout="plain/16")
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def say(text):
-    print(text, flush=True)
-"""
-
-
-def script(body):
-    return PRELUDE.format(tests=os.path.dirname(__file__)) + textwrap.dedent(body)
-
-
-@pytest.fixture
-def start(rack):
-    """Start a program that prints lines, on the next host or on that of a pool; killed at the end of the test."""
-    running = []
-
-    def run(body, *arguments, at=None):
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", script(body), *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=rack.environment(at),
-            )
-        )
-        return running[-1]
-
-    yield run
-    for process in running:
-        process.kill()
-        process.communicate()
-
 
 PHASES = {
     "reserved": "new = ns.reserve(keys); die()",

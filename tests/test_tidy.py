@@ -25,7 +25,7 @@ C_FILES = sorted(p for layer in LAYERS for p in (ROOT / layer).glob("*.[ch]"))
 PYTHON_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).glob("*.py"))
 TESTS = sorted(
     p
-    for pattern in ("*.py", "engines/*.py", "native/*.[ch]", "fuzz/*.c", "spin/*.pml")
+    for pattern in ("*.py", "cases/*.py", "engines/*.py", "native/*.[ch]", "fuzz/*.c", "spin/*.pml")
     for p in (ROOT / "tests").glob(pattern)
 )
 

@@ -103,6 +103,15 @@ def describe_groups(kv_cache_config: Any) -> list[Any]:
     return described
 
 
+def demand_portable_hashes(algorithm: str) -> None:
+    """Raise `InvalidArgument` where vLLM's block hashes begin with a seed of this process: nobody else finds them."""
+    if "xxhash" in algorithm and os.environ.get("PYTHONHASHSEED") in (None, "random"):
+        raise InvalidArgument(
+            f"prefix_caching_hash_algo={algorithm!r} makes other hashes in each process: set PYTHONHASHSEED to the "
+            'same number for all engines, or use "sha256"'
+        )
+
+
 def total_identity(
     vllm_config: Any, options: Any, layout: str, rank: int, ranks: int, told: Mapping[str, str]
 ) -> kvpool.Identity:
@@ -113,6 +122,7 @@ def total_identity(
     import vllm
 
     model, cache, quantization = vllm_config.model_config, vllm_config.cache_config, vllm_config.quant_config
+    demand_portable_hashes(cache.prefix_caching_hash_algo)
     extra = {
         "engine": f"vllm {vllm.__version__}",
         "kvpool": kvpool.__version__,

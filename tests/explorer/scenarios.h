@@ -20,7 +20,7 @@ extern const struct ex_scenario scenario_by_reference, scenario_by_copy, scenari
 extern const struct ex_scenario scenario_watch_events, scenario_watch_local, scenario_watch_remote;
 extern const struct ex_scenario scenario_pin_refused, scenario_pin_idle, scenario_pin_crash, scenario_evict_crash;
 extern const struct ex_scenario scenario_join_worker, scenario_catch_up, scenario_remove_pinned;
-extern const struct ex_scenario scenario_giving_beside, scenario_giving_busy, scenario_giving_withdrawn, scenario_giving_inherited, scenario_giving_used, scenario_wanting;
+extern const struct ex_scenario scenario_giving_beside, scenario_giving_late, scenario_giving_busy, scenario_giving_withdrawn, scenario_giving_inherited, scenario_giving_used, scenario_wanting;
 extern const struct ex_scenario scenario_reader_reborn, scenario_class_lost_two, scenario_view, scenario_reader_back, scenario_busy_reborn, scenario_reader_fenced, scenario_reborn_read, scenario_adopt_return, scenario_giver_reborn, scenario_taker_reborn;
 extern const struct ex_scenario scenario_zombie, scenario_beat, scenario_second_claim, scenario_two_claims, scenario_moving;
 extern const struct ex_scenario scenario_twice_reborn, scenario_adopter_lost, scenario_adopter_reborn, scenario_adopter_fenced, scenario_take_only_crash, scenario_giving_recovered, scenario_giving_duplicate;
