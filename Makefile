@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 C_SOURCES := $(wildcard coherence/*.[ch] allocator/*.[ch] native/*.[ch])
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
-.PHONY: demo demo-rack cases test test-engines engines model lint types build wheel-test clean
+.PHONY: demo demo-rack cases test test-devices test-engines engines model lint types build wheel-test clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/kvpool demo
@@ -21,6 +21,16 @@ test: $(VENV)/dev-ready model
 CASES ?= --run
 cases: $(VENV)/dev-ready
 	$(BIN)/python -P tests/cases/report.py $(CASES)
+
+# Guests with CXL, dax and NUMA devices, in QEMU: packages of Debian's archive in build/rig; nothing is installed. The wheel
+# that the guests get is built once, and runs the rig as well: no environment for the demo is needed.
+test-devices:
+	rm -rf build/rig/wheel build/rig/venv
+	mkdir -p build/rig
+	$(PYTHON) -m venv build/rig/venv
+	build/rig/venv/bin/python -m pip -q --disable-pip-version-check wheel --no-deps -w build/rig/wheel .
+	build/rig/venv/bin/python -m pip -q --disable-pip-version-check install build/rig/wheel/kvpool-*.whl
+	build/rig/venv/bin/kvpool-rig --wheel build/rig/wheel/kvpool-*.whl
 
 # Real engines, in an environment of their own (3.5 GB): vLLM for CPUs. The three packages that go again come as CUDA
 # builds, which break its import; models of text do not need them.

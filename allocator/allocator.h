@@ -65,6 +65,9 @@ struct kvp_request {
     uint32_t quota;      /* segments that a host may own at most, beyond its share at create; 0: no limit */
 };
 
+/* What a pool would need besides payload: out[0] bytes of the image, out[1] of each host's own memory. INVALID as at create. */
+int kvp_layout_metadata(const struct kvp_request *request, uint64_t *out);
+
 #define KVP_NO_BLOCK 0xffffffff /* in a list of numbers: nothing here */
 
 enum kvp_state { KVP_ABSENT, KVP_FREE, KVP_CACHED, KVP_OWN, KVP_LIVE, KVP_EVICTING, KVP_STATES };
@@ -190,6 +193,12 @@ static inline uint32_t kvp_block_number(uint32_t block) { return block & (uint32
 static inline uint64_t kvp_ref(uint32_t block, uint64_t generation)
 {
     return (generation & KVP_GENERATION_MASK) << 32 | block;
+}
+
+/* Is the word LIVE in the generation that the reference names? */
+static inline int kvp_word_shows(uint64_t word, uint64_t ref)
+{
+    return ((word & (KVP_GENERATION_MASK << 16 | 15)) ^ (uint64_t)KVP_LIVE) == ref >> 32 << 16;
 }
 
 /* The generation of a block's next publication. Never 0 in the 30 bits of a reference: reference 0 is none. */
@@ -384,7 +393,13 @@ void kvp_unlock_block(struct kvp_arena *arena, uint32_t class, uint32_t number);
 int kvp_is_pinned(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Is this reference's publication readable now? By the word as it stands in our cache: that of a foreign block is
  * refreshed first by whoever asks. */
-int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref);
+static inline int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
+
+    return c < arena->layout.classes && number < arena->class[c].blocks &&
+           kvp_word_shows(nc_load(&arena->class[c].words[number]), ref);
+}
 /* Drop our cached copy of a foreign block's word, or bytes; a fence of the caller's follows. Nothing for a block of ours. */
 void kvp_refresh_word(const struct kvp_arena *arena, uint64_t ref);
 void kvp_refresh_bytes(const struct kvp_arena *arena, uint64_t ref, uint64_t bytes);
@@ -422,7 +437,11 @@ int kvp_segment_adopt(struct kvp_arena *arena, uint32_t class);
  * (then everything is as before, less what was evicted on the way). */
 int kvp_segment_drain(struct kvp_arena *arena, uint32_t class, uint32_t segment);
 /* May block k of this class be handed out: are its segments held, and not being drained? */
-int kvp_block_usable(const struct kvp_arena *arena, uint32_t class, uint32_t number);
+int kvp_segments_held(const struct kvp_arena *arena, uint32_t class, uint32_t number);
+static inline int kvp_block_usable(const struct kvp_arena *arena, uint32_t class, uint32_t number)
+{
+    return (arena->layout.classes == 1 && !KVP_MANY_HOSTS) || kvp_segments_held(arena, class, number);
+}
 
 /* ---- hand-off between hosts: allocator/owners.c ----
  * A segment moves empty: every word in it is ABSENT. Its owner is the host whose row has the highest epoch in a state that

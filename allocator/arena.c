@@ -53,6 +53,8 @@ static int init_class(struct kvp_arena *arena, uint8_t *base, uint8_t *host, uin
     uint32_t share = class->blocks / arena->layout.hosts / 256 + 1;
     class->magazine.capacity = share < KVP_MAGAZINE ? share : KVP_MAGAZINE;
     class->pin_slot = calloc(class->blocks, sizeof *class->pin_slot);
+    if (class->pin_slot)
+        kvp_prefer_huge(class->pin_slot, class->blocks * sizeof *class->pin_slot);
     class->victims = calloc(class->blocks / 64 + 1, sizeof *class->victims);
     class->pinned = calloc(class->blocks / 64 + 1, sizeof *class->pinned);
     return class->pin_slot && class->victims && class->pinned ? KVP_OK : KVP_E_NOSPACE;

@@ -3,15 +3,21 @@
 
 #include <string.h>
 
-void kvp_set_hint(struct kvp_class *class, uint32_t number)
+/* Set with OR, never added: a bit that is already set would carry into its neighbour. The summary follows the hints, so that
+ * who sees the summary bit finds them. */
+static void set_hints(struct kvp_class *class, uint32_t at, uint64_t bits)
 {
-    uint32_t at = number / 64;
-
-    /* Set with OR, never added: a bit that is already set would carry into its neighbour. The summary follows
-     * the hint, so that who sees the summary bit finds the hint. */
-    co_or(&class->hints[at], 1ull << number % 64);
+    co_or(&class->hints[at], bits);
     co_or(&class->summary[at / 64], 1ull << at % 64);
 }
+
+void kvp_set_hint(struct kvp_class *class, uint32_t number)
+{
+    set_hints(class, number / 64, 1ull << number % 64);
+}
+
+/* From CACHED(self) to OWN(self): by addition, since each waits for the store of the one before, and a pair is nothing else. */
+enum { OWNED = KVP_OWN - KVP_CACHED };
 
 void kvp_set_tag_to(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high,
                     struct kvp_lines *lines)
@@ -35,38 +41,65 @@ void kvp_set_tag(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t 
     kvp_lines_end(&lines);
 }
 
-static void release(struct kvp_class *class, uint32_t number)
+/* Blocks of one hint word are FREE, then their hints are set at once: a locked operation costs as much as all the rest. */
+static uint32_t release_run(struct kvp_class *class, const uint32_t *numbers, uint32_t n)
 {
-    uint64_t word = nc_load_relaxed(&class->words[number]);
+    uint32_t at = numbers[0] / 64, done = 0;
+    uint64_t bits = 0;
 
-    nc_store(&class->words[number], kvp_word(kvp_word_generation(word), 0, KVP_FREE));
-    KVP_CRASH_POINT("free.before_hint");
-    kvp_set_hint(class, number);
+    for (; done < n && numbers[done] / 64 == at; done++) {
+        nc_u64 *word = &class->words[numbers[done]];
+        nc_store(word, kvp_word(kvp_word_generation(nc_load_relaxed(word)), 0, KVP_FREE));
+        KVP_CRASH_POINT("free.before_hint");
+        bits |= 1ull << numbers[done] % 64;
+    }
+    set_hints(class, at, bits);
+    return done;
+}
+
+/* Claim a block whose hint we have taken: 1 if it is ours. */
+static inline int claim(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_class *class = &arena->class[c];
+
+    if (number >= class->blocks || !kvp_is_ours(arena, c, number))
+        return 0; /* once it becomes ours it gets a hint */
+    uint64_t word = nc_load(&class->words[number]);
+    KVP_CRASH_POINT("alloc.hint_taken");
+    if (kvp_word_state(word) != KVP_FREE)
+        return 0; /* whoever frees it sets the bit again */
+    if (kvp_block_usable(arena, c, number))
+        return nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_CACHED));
+    kvp_set_hint(class, number); /* its segment is being drained, which may yet be undone */
+    return 0;
 }
 
 /* Claim those blocks of one hint word that `mask` names. The bits are taken first, so that two workers rarely try
  * the same block; the CAS on the word decides. A death in between loses hints only: recovery sets them again. */
 static void claim_bits(struct kvp_arena *arena, uint32_t c, uint32_t at, uint64_t mask)
 {
-    struct kvp_class *class = &arena->class[c];
-    struct kvp_magazine *magazine = &class->magazine;
+    struct kvp_magazine *magazine = &arena->class[c].magazine;
+    uint32_t count = magazine->count, number;
 
     /* From the top, so that the magazine, a stack, gives neighbours out in ascending order. */
-    for (uint64_t bits = co_and(&class->hints[at], ~mask) & mask; bits; bits ^= 1ull << (63 - __builtin_clzll(bits))) {
-        uint32_t number = at * 64 + 63 - (uint32_t)__builtin_clzll(bits);
-        if (number >= class->blocks || !kvp_is_ours(arena, c, number))
-            continue; /* once it becomes ours it gets a hint */
-        uint64_t word = nc_load(&class->words[number]);
-        KVP_CRASH_POINT("alloc.hint_taken");
-        if (kvp_word_state(word) != KVP_FREE)
-            continue; /* whoever frees it sets the bit again */
-        if (!kvp_block_usable(arena, c, number)) {
-            kvp_set_hint(class, number); /* its segment is being drained, which may yet be undone */
-            continue;
-        }
-        if (nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word), arena->self, KVP_CACHED)))
-            magazine->block[magazine->count++] = number;
+    for (uint64_t bits = co_and(&arena->class[c].hints[at], ~mask) & mask; bits; bits ^= 1ull << number % 64) {
+        number = at * 64 + 63 - (uint32_t)__builtin_clzll(bits);
+        if (claim(arena, c, number))
+            magazine->block[count++] = number;
     }
+    magazine->count = count;
+}
+
+/* The lowest n of the bits. */
+static uint64_t lowest(uint64_t bits, uint32_t n)
+{
+    uint64_t left = bits;
+
+    if (n >= 64)
+        return bits;
+    for (; left && n; n--)
+        left &= left - 1;
+    return bits ^ left;
 }
 
 /* Claim FREE blocks among the bits of one hint word, until there is enough: a bit that stands for nothing must not hide
@@ -78,11 +111,8 @@ static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
     uint64_t untried = co_load(&class->hints[at]);
 
     while (untried && magazine->count < magazine->capacity) {
-        uint64_t mask = 0;
-        for (uint32_t room = magazine->capacity - magazine->count; room && untried; room--) {
-            mask |= untried & -untried;
-            untried &= untried - 1;
-        }
+        uint64_t mask = lowest(untried, magazine->capacity - magazine->count);
+        untried ^= mask;
         claim_bits(arena, c, at, mask);
     }
     if (co_load(&class->hints[at]) == 0) {
@@ -92,7 +122,7 @@ static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
     }
 }
 
-static int refill(struct kvp_arena *arena, uint32_t c)
+__attribute__((noinline)) static int refill(struct kvp_arena *arena, uint32_t c)
 {
     struct kvp_class *class = &arena->class[c];
     struct kvp_magazine *magazine = &class->magazine;
@@ -115,39 +145,73 @@ static int refill(struct kvp_arena *arena, uint32_t c)
     return 0;
 }
 
-uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+/* The next block of the magazine, which has one. */
+static inline uint32_t take(struct kvp_class *class)
+{
+    uint32_t number = class->magazine.block[--class->magazine.count];
+    nc_u64 *word = &class->words[number];
+
+    /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
+    nc_store(word, nc_load_relaxed(word) + OWNED);
+    KVP_CRASH_POINT("alloc.owned");
+    return number;
+}
+
+__attribute__((noinline)) static uint32_t alloc_many(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
 {
     struct kvp_class *class = &arena->class[c];
-    struct kvp_magazine *magazine = &class->magazine;
     uint32_t got = 0;
 
-    magazine->used = 1;
-    while (got < n && (magazine->count || refill(arena, c))) {
-        uint32_t number = magazine->block[--magazine->count];
-        uint64_t word = nc_load_relaxed(&class->words[number]);
-        /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
-        nc_store(&class->words[number], kvp_word(kvp_word_generation(word), arena->self, KVP_OWN));
-        KVP_CRASH_POINT("alloc.owned");
-        numbers[got++] = number;
-    }
+    while (got < n && (class->magazine.count || refill(arena, c)))
+        for (uint32_t end = n - got < class->magazine.count ? n : got + class->magazine.count; got < end; got++)
+            numbers[got] = take(class);
     return got;
 }
 
-static int is_owned(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *word)
+uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
+{
+    struct kvp_class *class = &arena->class[c];
+
+    class->magazine.used = 1;
+    if (n != 1 || !class->magazine.count)
+        return alloc_many(arena, c, numbers, n);
+    numbers[0] = take(class); /* by far the most frequent: no loop, no frame */
+    return 1;
+}
+
+/* Is a word OWN(self)? */
+static inline int is_own(const struct kvp_arena *arena, uint64_t word)
+{
+    return (uint16_t)word == (uint16_t)kvp_word(0, arena->self, KVP_OWN);
+}
+
+__attribute__((cold, noinline)) static int fail_owned(const struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     if (c >= arena->layout.classes || number >= arena->class[c].blocks)
         return kvp_fail(KVP_E_RANGE, "class %u, block %u does not exist", c, number);
-    *word = nc_load(&arena->class[c].words[number]);
-    if (kvp_word_state(*word) == KVP_OWN && kvp_word_who(*word) == arena->self)
-        return KVP_OK;
     return kvp_fail(KVP_E_NOTOWNED, "class %u, block %u is not reserved by this worker: already freed or published, or "
                     "another's", c, number);
 }
 
-static void spill_magazine(struct kvp_class *class, uint32_t keep)
+static inline int is_owned(const struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t *word)
 {
-    while (class->magazine.count > keep)
-        release(class, class->magazine.block[--class->magazine.count]);
+    *word = 0;
+    if (c < arena->layout.classes && number < arena->class[c].blocks &&
+        is_own(arena, *word = nc_load(&arena->class[c].words[number])))
+        return KVP_OK;
+    return fail_owned(arena, c, number);
+}
+
+__attribute__((noinline)) static void spill_magazine(struct kvp_class *class, uint32_t keep)
+{
+    struct kvp_magazine *magazine = &class->magazine;
+    uint32_t left = magazine->count - keep;
+
+    magazine->count = keep;
+    for (const uint32_t *next = magazine->block + keep; left;) {
+        uint32_t done = release_run(class, next, left);
+        next += done, left -= done;
+    }
 }
 
 void kvp_spill(struct kvp_arena *arena)
@@ -156,28 +220,41 @@ void kvp_spill(struct kvp_arena *arena)
         spill_magazine(&arena->class[c], 0);
 }
 
+/* OWN(self) -> CACHED(self). The generation grows: a reference to the publication that did not happen must never fit again. */
+static inline void keep(struct kvp_class *class, uint32_t number, uint64_t word)
+{
+    struct kvp_magazine *magazine = &class->magazine;
+
+    nc_store(&class->words[number], word - OWNED + kvp_word(1, 0, KVP_ABSENT));
+    KVP_CRASH_POINT("free.cached");
+    if (magazine->count == magazine->capacity)
+        spill_magazine(class, magazine->capacity / 2);
+    magazine->block[magazine->count++] = number;
+}
+
+__attribute__((noinline)) static int free_many(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
+{
+    uint64_t word;
+    int status = KVP_OK;
+
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        status = is_owned(arena, c, numbers[i], &word);
+    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
+        if ((status = is_owned(arena, c, numbers[i], &word)) == KVP_OK) /* else the same number twice in one call */
+            keep(&arena->class[c], numbers[i], word);
+    return status;
+}
+
 int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
 {
     uint64_t word;
 
-    for (uint32_t i = 0; i < n; i++) {
-        int status = is_owned(arena, c, numbers[i], &word);
-        if (status)
-            return status;
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        struct kvp_class *class = &arena->class[c];
-        if (is_owned(arena, c, numbers[i], &word) != KVP_OK)
-            return KVP_E_NOTOWNED; /* the same number twice in one call */
-        /* The generation grows: a reference to the publication that did not happen must never fit again. */
-        nc_store(&class->words[numbers[i]], kvp_word(kvp_word_generation(word) + 1, arena->self, KVP_CACHED));
-        KVP_CRASH_POINT("free.cached");
-        if (class->magazine.count == class->magazine.capacity)
-            spill_magazine(class, class->magazine.capacity / 2);
-        if (class->magazine.count < class->magazine.capacity)
-            class->magazine.block[class->magazine.count++] = numbers[i];
-    }
-    return KVP_OK;
+    if (n != 1)
+        return free_many(arena, c, numbers, n);
+    int status = is_owned(arena, c, numbers[0], &word);
+    if (status == KVP_OK)
+        keep(&arena->class[c], numbers[0], word);
+    return status;
 }
 
 void kvp_block_end(struct kvp_arena *arena, uint32_t c, uint32_t number)
@@ -209,16 +286,6 @@ int kvp_make_live(struct kvp_arena *arena, uint32_t c, uint32_t number, struct k
     kvp_lines_note(lines, &arena->class[c].words[number]);
     KVP_CRASH_POINT("publish.live");
     return KVP_OK;
-}
-
-int kvp_ref_live(const struct kvp_arena *arena, uint64_t ref)
-{
-    uint32_t block = (uint32_t)ref, c = kvp_block_class(block), number = kvp_block_number(block);
-
-    if (c >= arena->layout.classes || number >= arena->class[c].blocks)
-        return 0;
-    uint64_t word = nc_load(&arena->class[c].words[number]);
-    return kvp_word_state(word) == KVP_LIVE && kvp_ref(block, kvp_word_generation(word)) == ref;
 }
 
 void kvp_refresh_word(const struct kvp_arena *arena, uint64_t ref)

@@ -265,3 +265,15 @@ int kvp_layout_check(const struct kvp_layout *layout, uint64_t mapped)
         return kvp_fail(KVP_E_CORRUPT, "the offsets do not fit the sizes");
     return KVP_OK;
 }
+
+int kvp_layout_metadata(const struct kvp_request *request, uint64_t *out)
+{
+    struct kvp_layout layout;
+    int status = kvp_layout_plan(request, &layout);
+
+    if (status)
+        return status;
+    out[0] = layout.bytes - layout.payload_bytes;
+    out[1] = KVP_MANY_HOSTS ? layout.host_bytes : 0;
+    return KVP_OK;
+}

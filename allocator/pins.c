@@ -41,7 +41,7 @@ void kvp_pins_tick(struct kvp_arena *arena)
 }
 
 /* An unused slot, or the capacity if there is none. */
-static uint32_t take_slot(struct kvp_arena *arena)
+static inline uint32_t take_slot(struct kvp_arena *arena)
 {
     if (arena->pin_free_count)
         return arena->pin_free[--arena->pin_free_count];
@@ -60,26 +60,36 @@ static void prefetch_slot(const struct kvp_arena *arena, uint64_t ref)
         kvp_prefetch(&arena->class[c].pin_slot[number]);
 }
 
-static int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
+__attribute__((cold, noinline)) static int fail_announce(const struct kvp_arena *arena, uint64_t ref)
 {
     uint32_t c, number;
 
     if (!find(arena, ref, &c, &number))
         return kvp_fail(KVP_E_RANGE, "reference %#llx names no block of this pool", (unsigned long long)ref);
+    return kvp_fail(KVP_E_PINS, "all %u pin slots of this worker are in use: release hits", arena->layout.pin_slots);
+}
+
+static inline int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
+{
+    uint32_t c, number, slot;
+
+    if (!find(arena, ref, &c, &number))
+        return fail_announce(arena, ref);
     uint32_t *mine = &arena->class[c].pin_slot[number];
-    if (*mine == 0) {
-        uint32_t slot = take_slot(arena);
-        if (slot == arena->layout.pin_slots)
-            return kvp_fail(KVP_E_PINS, "all %u pin slots of this worker are in use: release hits", slot);
-        nc_store(&own_slots(arena)[slot], (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
-        KVP_CRASH_POINT("pin.announced");
-        if (!kvp_is_ours(arena, c, number)) /* the owner's own workers see it in the cache that we share */
-            kvp_lines_note(lines, &own_slots(arena)[slot]);
-        *mine = slot + 1;
-        arena->pin_count[slot] = 0;
-        arena->pins_held++;
+    if (*mine) {
+        arena->pin_count[*mine - 1]++;
+        return KVP_OK;
     }
-    arena->pin_count[*mine - 1]++;
+    if ((slot = take_slot(arena)) == arena->layout.pin_slots)
+        return fail_announce(arena, ref);
+    nc_u64 *pin = &own_slots(arena)[slot];
+    nc_store(pin, (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
+    KVP_CRASH_POINT("pin.announced");
+    if (!kvp_is_ours(arena, c, number)) /* the owner's own workers see it in the cache that we share */
+        kvp_lines_note(lines, pin);
+    *mine = slot + 1;
+    arena->pin_count[slot] = 1;
+    arena->pins_held++;
     return KVP_OK;
 }
 

@@ -40,21 +40,72 @@ static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64
     return 1;
 }
 
-static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead)
+static inline int is_held(uint64_t word, uint32_t dead)
+{
+    const uint32_t states = 1u << KVP_CACHED | 1u << KVP_OWN | 1u << KVP_EVICTING;
+
+    return kvp_word_who(word) == dead && (states >> kvp_word_state(word) & 1);
+}
+
+/* Are all 8 words of a line LIVE? Nearly all lines are so. */
+static inline int is_line_live(const nc_u64 *line)
+{
+    uint64_t others = 0;
+
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        others |= nc_load(&line[i]) ^ (uint64_t)KVP_LIVE;
+    return kvp_word_state(others) == 0;
+}
+
+/* Which of the words from `first` to `end`, 64 at most, are FREE, and which does the dead hold? Of words of other hosts none:
+ * who stands in those is a worker of theirs. */
+static void survey(const struct kvp_arena *arena, uint32_t c, uint32_t first, uint32_t end, uint32_t dead, uint64_t *free,
+                   uint64_t *held)
+{
+    const nc_u64 *words = arena->class[c].words;
+
+    *free = *held = 0;
+    for (uint32_t number = first; number < end; number++) {
+        if (!KVP_MANY_HOSTS && number % 8 == 0 && end - number >= 8 && is_line_live(&words[number])) {
+            number += 7;
+            continue;
+        }
+        if (!kvp_is_ours(arena, c, number))
+            continue;
+        uint64_t word = nc_load(&words[number]), bit = 1ull << number % 64;
+        *free |= kvp_word_state(word) == KVP_FREE ? bit : 0;
+        *held |= is_held(word, dead) ? bit : 0;
+    }
+}
+
+/* The blocks of one hint word: the dead's are put back, and FREE ones have their hints, which the dead may have taken. */
+static uint64_t recover_words(struct kvp_arena *arena, uint32_t c, uint32_t first, uint32_t dead)
 {
     struct kvp_class *class = &arena->class[c];
-    uint64_t freed = 0;
+    uint32_t end = class->blocks - first < 64 ? class->blocks : first + 64;
+    uint64_t free, held, freed = 0;
 
-    for (uint32_t number = 0; number < class->blocks; number++) {
-        if (!kvp_is_ours(arena, c, number))
-            continue; /* who stands in it is a worker of another host */
+    survey(arena, c, first, end, dead, &free, &held);
+    if (free && !(co_load(&class->summary[first / 64 / 64]) >> first / 64 % 64 & 1))
+        hint_again(class, first + (uint32_t)__builtin_ctzll(free));
+    for (free &= ~co_load(&class->hints[first / 64]); free; free &= free - 1)
+        hint_again(class, first + (uint32_t)__builtin_ctzll(free));
+    for (; held; held &= held - 1) {
+        uint32_t number = first + (uint32_t)__builtin_ctzll(held);
         uint64_t word = nc_load(&class->words[number]);
-        enum kvp_state state = kvp_word_state(word);
-        if (state == KVP_FREE)
-            hint_again(class, number); /* the dead may have taken the bit and not the block */
-        else if (kvp_word_who(word) == dead && (state == KVP_CACHED || state == KVP_OWN || state == KVP_EVICTING))
+        if (is_held(word, dead)) /* still: of a dead that called exec another thread may run */
             freed += (uint64_t)put_back(arena, c, number, word);
     }
+    return freed;
+}
+
+static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead)
+{
+    uint64_t freed = 0;
+
+    for (uint32_t first = 0; first < arena->class[c].blocks; first += 64)
+        freed += recover_words(arena, c, first, dead);
     return freed;
 }
 

@@ -13,12 +13,10 @@ void kvp_segment_blocks(const struct kvp_arena *arena, uint32_t c, uint32_t segm
     *end = (uint32_t)(last < blocks ? last : blocks);
 }
 
-int kvp_block_usable(const struct kvp_arena *arena, uint32_t c, uint32_t number)
+int kvp_segments_held(const struct kvp_arena *arena, uint32_t c, uint32_t number)
 {
     uint32_t s, last;
 
-    if (arena->layout.classes == 1 && !KVP_MANY_HOSTS)
-        return 1;
     for (kvp_block_segments(arena, c, number, &s, &last); s <= last; s++) {
         uint64_t word = co_load(&arena->segments[s]);
         enum kvp_segment_state state = kvp_segment_state(word);

@@ -147,7 +147,8 @@ uint64_t kvp_crash_passed(void);
  * dax:/dev/daxX.Y  the device                                         dax:/dev/daxX.Y
  * sim:NAME       /dev/shm/kvpool.UID.sim.NAME, mode sim only          sim:NAME, then kvp_mapping_attach
  * Options: ?mode=0660 permissions (default 0600), ?node=N bind to a NUMA node, ?interleave=0,1 spread;
- * of sim: ?seed=N, ?events=N.
+ * ?hugepage=2M pages of 2 MiB or NOSPACE; of sim: ?seed=N, ?events=N. Nodes need memory that the kernel gives for the pool
+ * (shm:, memfd:, hugetlb:, a file on tmpfs): INVALID for a device and for a file of another file system.
  *
  * Creating backs every byte (fallocate, then populate): memory that is not there is KVP_E_NOSPACE with the
  * missing byte count, never a SIGBUS later. shm: and file: get their name only in kvp_mapping_commit, so
@@ -163,6 +164,8 @@ struct kvp_mapping {
     int fd;              /* close-on-exec; -1 once closed */
     int kind;            /* enum kvp_mapping_kind */
     struct kvp_sim *sim; /* of sim:, private to this folder; NULL else */
+    int demands_huge;    /* hugepage=2M: 2 MiB pages or none */
+    int is_spread;       /* interleave=: pages stay where they were put */
     int is_temporary;    /* it has another name until kvp_mapping_commit: no O_TMPFILE there */
     char uri[512];       /* what another process opens */
     char path[400];      /* of shm:, sim:, file: and dax:; "" else */
@@ -183,8 +186,10 @@ int kvp_mapping_open(const char *uri, struct kvp_mapping *out);
  * Once for each mapping; several mappings of one process may be different hosts. INVALID; NOSPACE when /dev/shm
  * has no room for the image; BUSY when processes still use what an earlier pool of this name has left. */
 int kvp_mapping_attach(struct kvp_mapping *mapping, uint32_t host);
-/* Ask for 2 MiB pages behind the whole mapping; best effort, returns 1 if the kernel took all of it. */
+/* Ask for 2 MiB pages behind the whole mapping, where its pages may move: best effort, or with hugepage= NOSPACE. */
 int kvp_mapping_collapse(const struct kvp_mapping *mapping);
+/* Ask for 2 MiB pages in private memory that nobody has touched yet: large tables are looked at all over. Best effort. */
+void kvp_prefer_huge(void *memory, uint64_t bytes);
 /* Unmap and close. The memory itself stays. */
 void kvp_mapping_close(struct kvp_mapping *mapping);
 /* Remove the name of shm:, sim: (with all caches) or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */

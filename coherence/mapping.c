@@ -11,16 +11,26 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#ifndef TMPFS_MAGIC
+#define TMPFS_MAGIC 0x01021994
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
+#endif
+#ifndef MAP_SYNC
+#define MAP_SYNC 0x80000
+#endif
+#ifndef STATX_ATTR_DAX
+#define STATX_ATTR_DAX 0x200000
 #endif
 enum { MPOL_BIND_POLICY = 2, MPOL_INTERLEAVE_POLICY = 3, HUGE_SHIFT = 26, NODES_MAX = 64 };
 
@@ -100,7 +110,7 @@ static int is_named_kind(int kind)
 static int check_room(const struct kvp_uri *uri, int fd, uint64_t bytes)
 {
     struct statvfs room;
-    uint64_t memory = uri->kind == KVP_MAP_FILE ? UINT64_MAX : memory_available();
+    uint64_t memory = uri->kind == KVP_MAP_FILE || uri->kind == KVP_MAP_DAX ? UINT64_MAX : memory_available();
 
     if (bytes > memory)
         return kvp_fail(KVP_E_NOSPACE, "%llu bytes asked, %llu bytes missing: %llu bytes of memory are "
@@ -147,7 +157,7 @@ static int open_memfd(const struct kvp_uri *uri)
 {
     unsigned flags = MFD_CLOEXEC;
 
-    if (uri->kind == KVP_MAP_HUGETLB)
+    if (uri->huge_bytes)
         flags |= MFD_HUGETLB | (unsigned)__builtin_ctzll(uri->huge_bytes) << HUGE_SHIFT;
     return memfd_create("kvpool", flags);
 }
@@ -181,6 +191,13 @@ static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mappi
     struct stat info;
 
     out->fd = open(uri->path, O_RDWR | O_CLOEXEC);
+    if (out->fd < 0 && (errno == ENXIO || errno == ENODEV))
+        return kvp_fail(KVP_E_NOTFOUND, "%s is there and cannot be used: it is memory of the system (mode system-ram), or "
+                        "disabled. `kvpool doctor` says which; `daxctl reconfigure-device --mode=devdax --force %s` makes "
+                        "it a device", uri->path, strrchr(uri->path, '/') + 1);
+    if (out->fd < 0 && errno == ENOENT)
+        return kvp_fail(KVP_E_NOTFOUND, "%s does not exist: its region has no memory behind it, or is not enabled. `kvpool "
+                        "doctor` names the devices, and what to type to get one", uri->path);
     if (out->fd < 0)
         return kvp_fail_errno("cannot open the device", uri->path);
     if (fstat(out->fd, &info) || !S_ISCHR(info.st_mode) || !sysfs_number(info.st_rdev, "size"))
@@ -189,6 +206,9 @@ static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mappi
     uint64_t size = sysfs_number(info.st_rdev, "size");
     uint64_t align = sysfs_number(info.st_rdev, "align");
     out->page_bytes = align ? align : KVP_HUGE_PAGE;
+    if (uri->huge_bytes > out->page_bytes)
+        return kvp_fail(KVP_E_INVALID, "%s is mapped in pages of %llu bytes, not of 2 MiB: `daxctl reconfigure-device` or `ndctl "
+                        "create-namespace` with --align 2M", uri->path, (unsigned long long)out->page_bytes);
     if (*bytes > size)
         return kvp_fail(KVP_E_NOSPACE, "%s has %llu bytes, %llu bytes missing", uri->path,
                         (unsigned long long)size, (unsigned long long)(*bytes - size));
@@ -199,17 +219,46 @@ static int open_dax(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_mappi
 
 /* ---- mapping ---- */
 
-static int bind_nodes(const struct kvp_uri *uri, uint8_t *base, uint64_t bytes)
+static int bind_nodes(const struct kvp_uri *uri, const struct kvp_mapping *mapping)
 {
     unsigned long nodes = uri->nodes;
+    struct statfs system;
 
     if (!nodes)
         return KVP_OK;
+    if (mapping->kind == KVP_MAP_DAX ||
+        (mapping->kind == KVP_MAP_FILE && (fstatfs(mapping->fd, &system) || system.f_type != TMPFS_MAGIC)))
+        return kvp_fail(KVP_E_INVALID, "node= and interleave= say where new memory comes from: %s lies where it lies (shm:, "
+                        "memfd:, hugetlb: and files on tmpfs do not)", uri->text);
     int policy = uri->interleave ? MPOL_INTERLEAVE_POLICY : MPOL_BIND_POLICY;
-    if (syscall(SYS_mbind, base, bytes, policy, &nodes, NODES_MAX + 1, 0) == 0)
+    if (syscall(SYS_mbind, mapping->base, mapping->bytes, policy, &nodes, NODES_MAX + 1, 0) == 0)
         return KVP_OK;
     return kvp_fail(KVP_E_INVALID, "cannot bind to the NUMA nodes of %s: %s (see /sys/devices/system/node)",
                     uri->text, strerror(errno));
+}
+
+/* A file of a DAX file system is its memory itself, if it is mapped so that the file system's own records are always current:
+ * without that the memory may be given to another file when the machine is lost, and hosts would share what is no more ours. */
+static int map_flags(const struct kvp_mapping *mapping)
+{
+    struct statx info;
+    int is_dax = mapping->kind == KVP_MAP_FILE && statx(mapping->fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &info) == 0 &&
+                 info.stx_attributes & STATX_ATTR_DAX;
+
+    return MAP_FIXED | (is_dax ? MAP_SHARED_VALIDATE | MAP_SYNC : MAP_SHARED);
+}
+
+static int fail_map(const struct kvp_mapping *mapping, int flags)
+{
+    if (mapping->kind == KVP_MAP_HUGETLB && errno == ENOMEM)
+        return kvp_fail(KVP_E_NOSPACE, "%llu bytes of %llu-byte huge pages are not free: reserve them (sysctl "
+                        "vm.nr_hugepages), or use shm: or memfd:, which get 2 MiB pages by themselves",
+                        (unsigned long long)mapping->bytes, (unsigned long long)mapping->page_bytes);
+    if (flags & MAP_SYNC && errno == EOPNOTSUPP)
+        return kvp_fail(KVP_E_INVALID, "%s lies on a DAX file system without MAP_SYNC (as on virtio-pmem), so its memory may "
+                        "become another file's: mount it without dax, or use the device itself (`ndctl create-namespace "
+                        "--mode=devdax`)", mapping->uri);
+    return kvp_fail_errno("cannot map", mapping->uri);
 }
 
 /* Reserve address space and map over its first 2 MiB boundary: an unaligned mapping silently gets 4 KiB pages. */
@@ -222,12 +271,9 @@ int kvp_map_aligned(struct kvp_mapping *out)
     if (hole == MAP_FAILED)
         return kvp_fail_errno("no address space for", out->uri);
     uint8_t *base = (uint8_t *)(((uintptr_t)hole + align - 1) & ~(uintptr_t)(align - 1));
-    if (mmap(base, out->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, out->fd, 0) == MAP_FAILED) {
-        int status = out->kind == KVP_MAP_HUGETLB && errno == ENOMEM
-                         ? kvp_fail(KVP_E_NOSPACE, "%llu bytes of %llu-byte huge pages are not free: reserve them "
-                                    "(sysctl vm.nr_hugepages), or use shm: or memfd:, which get 2 MiB pages by themselves",
-                                    (unsigned long long)out->bytes, (unsigned long long)out->page_bytes)
-                         : kvp_fail_errno("cannot map", out->uri);
+    int flags = map_flags(out);
+    if (mmap(base, out->bytes, PROT_READ | PROT_WRITE, flags, out->fd, 0) == MAP_FAILED) {
+        int status = fail_map(out, flags);
         munmap(hole, room);
         return status;
     }
@@ -255,7 +301,7 @@ static int make_object(const struct kvp_uri *uri, uint64_t *bytes, struct kvp_ma
     case KVP_MAP_DAX:
         return open_dax(uri, bytes, out);
     default:
-        out->page_bytes = uri->kind == KVP_MAP_HUGETLB ? uri->huge_bytes : KVP_PAGE;
+        out->page_bytes = uri->huge_bytes ? uri->huge_bytes : KVP_PAGE;
         out->fd = open_memfd(uri);
     }
     return out->fd < 0 ? kvp_fail_errno("cannot create", uri->text) : KVP_OK;
@@ -275,7 +321,9 @@ static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
 
 static void describe(const struct kvp_uri *uri, struct kvp_mapping *out)
 {
-    out->kind = uri->kind;
+    out->kind = uri->kind == KVP_MAP_MEMFD && uri->huge_bytes ? KVP_MAP_HUGETLB : uri->kind;
+    out->demands_huge = uri->huge_bytes != 0;
+    out->is_spread = uri->interleave;
     if (uri->kind == KVP_MAP_MEMFD || uri->kind == KVP_MAP_HUGETLB)
         snprintf(out->uri, sizeof out->uri, "memfd:%d/%d", (int)getpid(), out->fd);
     else
@@ -300,7 +348,7 @@ int kvp_mapping_create(const char *text, uint64_t bytes, struct kvp_mapping *out
         describe(&uri, out);
         KVP_CRASH_POINT("mapping.unnamed");
         if ((status = size_object(&uri, out)) == KVP_OK && (status = kvp_map_aligned(out)) == KVP_OK)
-            status = bind_nodes(&uri, out->base, out->bytes);
+            status = bind_nodes(&uri, out);
         if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
             status = kvp_sim_open(&uri, out, 1);
     }
@@ -466,7 +514,7 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
             status = kvp_fail(KVP_E_TRUNCATED, "%s has %llu bytes: too short for a pool", text,
                               (unsigned long long)out->bytes);
         else if ((status = kvp_map_aligned(out)) == KVP_OK)
-            status = bind_nodes(&uri, out->base, out->bytes);
+            status = bind_nodes(&uri, out);
         if (status == KVP_OK && uri.kind == KVP_MAP_SIM)
             status = kvp_sim_open(&uri, out, 0);
     }
@@ -477,12 +525,24 @@ int kvp_mapping_open(const char *text, struct kvp_mapping *out)
 
 int kvp_mapping_collapse(const struct kvp_mapping *mapping)
 {
-    if (mapping->kind == KVP_MAP_SIM)
-        return 0;
+    if (mapping->kind == KVP_MAP_SIM || mapping->is_spread) /* the kernel would collapse all to one node */
+        return KVP_OK;
     if (mapping->page_bytes >= KVP_HUGE_PAGE)
-        return 1;
+        return KVP_OK;
     uint64_t whole = mapping->bytes & ~(uint64_t)(KVP_HUGE_PAGE - 1);
-    return whole && madvise(mapping->base, whole, MADV_COLLAPSE) == 0;
+    if ((whole && madvise(mapping->base, whole, MADV_COLLAPSE) == 0) || !mapping->demands_huge)
+        return KVP_OK;
+    return kvp_fail(KVP_E_NOSPACE, "%s has %llu bytes and cannot have them in pages of 2 MiB (%s): leave hugepage=2M out, or "
+                    "reserve such pages and use hugetlb:2MiB", mapping->uri, (unsigned long long)mapping->bytes,
+                    whole ? strerror(errno) : "too small");
+}
+
+void kvp_prefer_huge(void *memory, uint64_t bytes)
+{
+    uint64_t skipped = -(uintptr_t)memory & (KVP_HUGE_PAGE - 1);
+
+    if (bytes > skipped)
+        madvise((uint8_t *)memory + skipped, (bytes - skipped) & ~(uint64_t)(KVP_PAGE - 1), MADV_HUGEPAGE);
 }
 
 void kvp_mapping_close(struct kvp_mapping *mapping)

@@ -58,6 +58,10 @@ static int parse_option(char *option, struct kvp_uri *out, uint64_t *uid)
         return out->has_seed = parse_number(text, 10, INT64_MAX, &out->seed);
     if (strcmp(option, "events") == 0)
         return out->has_events = parse_number(text, 10, EVENTS_MAX, &out->events);
+    if (strcmp(option, "hugepage") == 0) {
+        out->huge_bytes = KVP_HUGE_PAGE;
+        return strcmp(text, "2M") == 0 || strcmp(text, "2MiB") == 0;
+    }
     out->interleave = strcmp(option, "interleave") == 0;
     return (out->interleave || strcmp(option, "node") == 0) && parse_nodes(text, &out->nodes);
 }
@@ -68,10 +72,15 @@ static int parse_options(char *options, struct kvp_uri *out, uint64_t *uid)
 
     for (char *option = strtok_r(options, "&", &save); option; option = strtok_r(NULL, "&", &save))
         if (!parse_option(option, out, uid))
-            return kvp_fail(KVP_E_INVALID, "unknown option '%s': mode=0660, uid=N, node=N, interleave=0,1 exist, and of sim: "
-                            "seed=N, events=N", option);
+            return kvp_fail(KVP_E_INVALID, "unknown option '%s': mode=0660, uid=N, node=N, interleave=0,1, hugepage=2M exist, "
+                            "and of sim: seed=N, events=N", option);
     if ((out->has_seed || out->has_events) && strncmp(out->text, "sim:", 4) != 0)
         return kvp_fail(KVP_E_INVALID, "seed=N and events=N are options of sim: only");
+    if (out->huge_bytes && (strncmp(out->text, "sim:", 4) == 0 || strncmp(out->text, "hugetlb:", 8) == 0))
+        return kvp_fail(KVP_E_INVALID, "hugepage=2M is an option of shm:, file:, memfd: and dax: (hugetlb: says its size itself)");
+    if (out->huge_bytes && out->interleave && strncmp(out->text, "memfd:", 6) != 0)
+        return kvp_fail(KVP_E_INVALID, "the kernel makes 2 MiB pages of pages of several nodes on one of them: to spread such "
+                        "pages use hugetlb:2MiB?interleave=");
     return KVP_OK;
 }
 

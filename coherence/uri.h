@@ -10,7 +10,7 @@ struct kvp_uri {
     int interleave;      /* spread over nodes instead of binding to them */
     unsigned mode;       /* permissions */
     uint64_t nodes;      /* NUMA nodes, a bit each; 0: no wish */
-    uint64_t huge_bytes; /* of hugetlb:SIZE */
+    uint64_t huge_bytes; /* of hugetlb:SIZE, or of hugepage= */
     uint64_t seed, events; /* of sim: */
     int has_seed, has_events;
     char path[400];      /* of shm:, sim:, file:, dax: and memfd:PID/FD */

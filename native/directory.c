@@ -6,88 +6,7 @@
  * entry is committed by CAS, which fails if somebody lower has aborted it. Nobody waits. Each writer's entry is
  * visible before it looks (full fence), so of two at least one sees the other.
  */
-#include "native/handle.h"
-
-enum { AHEAD = 16 };
-
-static uint64_t scale(uint32_t hash, uint64_t homes)
-{
-    return (uint64_t)hash * homes >> 32;
-}
-
-static uint64_t first_home(const kvp_pool *pool, const struct kvp_key *key)
-{
-    return scale((uint32_t)key->low, pool->homes);
-}
-
-/* The i-th home of a key: two of its group, then those from its own digest on. */
-static struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key *key, uint64_t i)
-{
-    uint64_t index;
-
-    if (i == 0)
-        index = first_home(pool, key);
-    else if (i == 1)
-        index = scale((uint32_t)key->low * 0x9e3779b1u, pool->homes);
-    else
-        index = (scale((uint32_t)(key->high * 0x9e3779b97f4a7c15u >> 32), pool->homes) + i - KVP_GROUP_HOMES) % pool->homes;
-    return pool->directory + index * KVP_HOME_ENTRIES;
-}
-
-/* How many homes a search for this key looks at. */
-static uint64_t homes_of(const kvp_pool *pool, const struct kvp_key *key)
-{
-    if (co_load(&pool->spilled[first_home(pool, key)]) == 0)
-        return KVP_GROUP_HOMES;
-    uint64_t depth = co_load(&pool->arena.head->depth);
-    return KVP_GROUP_HOMES + (depth < KVP_DEPTH_MAX ? depth : KVP_DEPTH_MAX);
-}
-
-static enum kvp_entry_state entry_state(uint64_t value)
-{
-    return (enum kvp_entry_state)(value >> 62);
-}
-
-static int tag_is(const kvp_pool *pool, uint32_t block, const struct kvp_key *key)
-{
-    const struct kvp_class *class = &pool->arena.class[kvp_block_class(block)];
-    const struct kvp_tag *tag = &class->tags[kvp_block_number(block)];
-
-    return co_load(&tag->low) == key->low && co_load(&tag->high) == key->high;
-}
-
-static int block_exists(const kvp_pool *pool, uint64_t ref)
-{
-    uint32_t c = kvp_block_class((uint32_t)ref);
-
-    return c < pool->arena.layout.classes && kvp_block_number((uint32_t)ref) < pool->arena.class[c].blocks;
-}
-
-/* Is this reference a readable publication of the whole key? The word is LIVE with the generation before the tag
- * is read; if the block is reused after that, the generation no longer fits when it is pinned or read. */
-static int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
-{
-    return block_exists(pool, ref) && kvp_ref_known(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
-}
-
-/* ---- finding ---- */
-
-static uint64_t find_slow(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
-{
-    uint64_t homes = homes_of(pool, key);
-
-    for (uint64_t i = 0; i < homes; i++) {
-        const struct kvp_entry *entry = home(pool, key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-            if (co_load(&entry[j].tag) != key->high)
-                continue;
-            uint64_t ref = co_load(&entry[j].value) & KVP_REF_MASK;
-            if (kvp_block_class((uint32_t)ref) == c && stands(pool, ref, key))
-                return ref;
-        }
-    }
-    return 0;
-}
+#include "native/homes.h"
 
 uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t c, const struct kvp_key *key)
 {
@@ -108,85 +27,6 @@ uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t c, const struct kvp_k
         }
     }
     return 0;
-}
-
-/* The entry that the group's homes offer, unverified; NULL if they have none. */
-static const struct kvp_entry *guess(const kvp_pool *pool, const struct kvp_key *key)
-{
-    for (uint64_t i = 0; i < KVP_GROUP_HOMES; i++) {
-        const struct kvp_entry *entry = home(pool, key, i);
-        for (int j = 0; j < KVP_HOME_ENTRIES; j++)
-            if (co_load_relaxed(&entry[j].tag) == key->high)
-                return &entry[j];
-    }
-    return NULL;
-}
-
-/* The same, but first where it most likely is: right after the entry of the key before. A chain is entered in order,
- * so a search from the start of the home would try 8 places for each key. */
-static uint64_t guess_next(const kvp_pool *pool, const struct kvp_key *key, const struct kvp_entry **last)
-{
-    const struct kvp_entry *next = *last ? *last + 1 : NULL;
-
-    if (!next || next == pool->directory + pool->homes * KVP_HOME_ENTRIES || co_load_relaxed(&next->tag) != key->high)
-        next = guess(pool, key);
-    *last = next;
-    return next ? co_load_relaxed(&next->value) & KVP_REF_MASK : 0;
-}
-
-/* Neighbours of a group share their home: its lines are asked for once. */
-static void prefetch_home(const kvp_pool *pool, const void *keys, uint32_t i, uint32_t n)
-{
-    if (i >= n)
-        return;
-    struct kvp_key key = kvp_key_at(keys, i);
-    if (i && (uint32_t)kvp_key_at(keys, i - 1).low == (uint32_t)key.low)
-        return;
-    const struct kvp_entry *entry = home(pool, &key, 0);
-    for (int j = 0; j < KVP_HOME_ENTRIES; j += KVP_LINE / sizeof *entry)
-        kvp_prefetch(entry + j);
-}
-
-static void prefetch_block(const kvp_pool *pool, uint64_t ref)
-{
-    if (!block_exists(pool, ref))
-        return;
-    const struct kvp_class *class = &pool->arena.class[kvp_block_class((uint32_t)ref)];
-    if (KVP_MANY_HOSTS)
-        kvp_prefetch(&class->known[kvp_block_number((uint32_t)ref)]);
-    else
-        kvp_prefetch(&class->words[kvp_block_number((uint32_t)ref)]);
-    kvp_prefetch(&class->tags[kvp_block_number((uint32_t)ref)]);
-}
-
-/* Three stages, each AHEAD keys before the next, so that no load waits for the one before it: the home's lines,
- * the guess in it and the block's word and tag, the verification. */
-uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
-{
-    const struct kvp_entry *last = NULL;
-    uint32_t found = 0;
-
-    for (uint32_t i = 0; i < 2 * AHEAD; i++)
-        prefetch_home(pool, keys, i, n);
-    for (uint32_t i = 0; i < n + AHEAD; i++) {
-        if (i < n) {
-            struct kvp_key ahead = kvp_key_at(keys, i);
-            prefetch_home(pool, keys, i + 2 * AHEAD, n);
-            refs[i] = guess_next(pool, &ahead, &last);
-            prefetch_block(pool, refs[i]);
-        }
-        if (i < AHEAD)
-            continue;
-        struct kvp_key key = kvp_key_at(keys, i - AHEAD);
-        uint64_t *ref = &refs[i - AHEAD];
-        if (*ref == 0 || kvp_block_class((uint32_t)*ref) != c || !stands(pool, *ref, &key))
-            *ref = find_slow(pool, c, &key);
-        if (*ref)
-            found++;
-        else if (prefix)
-            return found;
-    }
-    return found;
 }
 
 /* ---- entering ---- */
@@ -247,28 +87,50 @@ static struct kvp_entry *empty_in(struct kvp_entry *entry)
     return NULL;
 }
 
+static int used_in(const struct kvp_entry *entry)
+{
+    int used = 0;
+
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        used += co_load_relaxed(&entry[j].value) != 0;
+    return used;
+}
+
+/* The first free place for a key, in home *at; NULL if there is none. Of the two homes of its group that which has room for a
+ * group more than the other: so groups stay whole, and hardly any key has to stand elsewhere. */
+static struct kvp_entry *place(const kvp_pool *pool, const struct kvp_key *key, uint64_t *at)
+{
+    int used = used_in(home(pool, key, 0));
+    uint64_t better = used >= GROUP && used_in(home(pool, key, 1)) / GROUP < used / GROUP;
+    struct kvp_entry *empty = NULL;
+
+    for (uint64_t i = 0; i < KVP_GROUP_HOMES + KVP_DEPTH_MAX && !empty; i++) {
+        *at = i < KVP_GROUP_HOMES ? i ^ better : i;
+        empty = empty_in(home(pool, key, *at));
+    }
+    return empty;
+}
+
 static int stands_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_key *key)
 {
     for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
+        if (co_load(&entry[j].tag) != key->high)
+            continue;
         uint64_t value = co_load(&entry[j].value);
-        if (entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry[j].tag) == key->high && is_rival(pool, c, value, key))
+        if (entry_state(value) == KVP_ENTRY_COMMITTED && is_rival(pool, c, value, key))
             return 1;
     }
     return 0;
 }
 
-/* 1: an earlier entry of this key stands; 0: none, and *empty is the first free place (NULL: none), in home *at. */
-static int scan(kvp_pool *pool, uint32_t c, const struct kvp_key *key, struct kvp_entry **empty, uint64_t *at)
+/* Does an earlier entry of this key stand? */
+static int stands_somewhere(kvp_pool *pool, uint32_t c, const struct kvp_key *key)
 {
     uint64_t homes = homes_of(pool, key);
 
     for (uint64_t i = 0; i < homes; i++)
         if (stands_in(pool, c, home(pool, key, i), key))
             return 1;
-    *empty = NULL;
-    for (*at = 0; *at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; ++*at)
-        if ((*empty = empty_in(home(pool, key, *at))))
-            break;
     return 0;
 }
 
@@ -304,12 +166,12 @@ static struct kvp_entry *claim_entry(kvp_pool *pool, const struct kvp_key *key, 
     uint32_t c = kvp_block_class((uint32_t)pending);
 
     for (;;) {
-        struct kvp_entry *entry;
         uint64_t empty = 0;
         *result = 0;
-        if (scan(pool, c, key, &entry, at))
+        if (stands_somewhere(pool, c, key))
             return NULL;
         *result = -1;
+        struct kvp_entry *entry = place(pool, key, at);
         if (!entry)
             return NULL;
         if (is_far(pool, key, *at))
@@ -343,20 +205,19 @@ int kvp_directory_insert(kvp_pool *pool, const struct kvp_key *key, uint64_t ref
 
 int kvp_directory_enter(kvp_pool *pool, const struct kvp_key *key, uint64_t ref)
 {
-    for (uint64_t at = 0; at < KVP_GROUP_HOMES + KVP_DEPTH_MAX; at++) {
-        struct kvp_entry *entry = home(pool, key, at);
-        for (struct kvp_entry *empty; (empty = empty_in(entry));) {
-            uint64_t none = 0;
-            if (is_far(pool, key, at))
-                announce_spill(pool, key, at);
-            if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
-                co_store(&empty->tag, key->high);
-                /* Killed before this: a PENDING entry under no key, until the block is forgotten. */
-                co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
-                return 1;
-            }
-            unspill(pool, key, at);
+    uint64_t at;
+
+    for (struct kvp_entry *empty; (empty = place(pool, key, &at));) {
+        uint64_t none = 0;
+        if (is_far(pool, key, at))
+            announce_spill(pool, key, at);
+        if (co_cas(&empty->value, &none, ref | (uint64_t)KVP_ENTRY_PENDING << 62)) {
+            co_store(&empty->tag, key->high);
+            /* Killed before this: a PENDING entry under no key, until the block is forgotten. */
+            co_store(&empty->value, ref | (uint64_t)KVP_ENTRY_COMMITTED << 62);
+            return 1;
         }
+        unspill(pool, key, at);
     }
     return 0;
 }
@@ -481,7 +342,7 @@ static const char *entry_problem(const kvp_pool *pool, const struct kvp_entry *e
         problem = "an entry names a block that is not published";
     else if (kvp_word_state(word) == KVP_LIVE && entry_state(value) == KVP_ENTRY_COMMITTED && co_load(&entry->tag) != key.high)
         problem = "the entry of a block has another key";
-    else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && find_slow(pool, c, &key) != ref)
+    else if (!KVP_MANY_HOSTS && kvp_word_state(word) == KVP_LIVE && kvp_directory_look(pool, c, &key, 0) != ref)
         problem = "the key of a block finds another one";
     return co_load(&entry->value) == value ? problem : NULL;
 }

@@ -26,6 +26,9 @@ struct kvp_superblock {
     nc_u64 life;               /* incarnation << 1 | retired: compared on entry to every call */
     uint8_t pad1[56];
     nc_u64 qualified[KVP_QUALIFICATION_WORDS]; /* struct kvp_qualification, word by word; written by one host at a time */
+    uint8_t pad2[4096 - 1024 - 64 - 8 * KVP_QUALIFICATION_WORDS - KVP_LINE];
+    nc_u64 maker;              /* random: who makes a pool on this device, should several machines at once; kept when it is wiped */
+    uint8_t pad3[56];
 };
 _Static_assert(offsetof(struct kvp_superblock, layout) == 80, "layout follows the identity");
 _Static_assert(offsetof(struct kvp_superblock, life) == 1024, "mutable words on lines of their own");
@@ -131,6 +134,7 @@ struct kvp_pool {
     uint32_t evictions;        /* since a segment was last tried to be taken from another class */
     uint64_t log_sequence;     /* of our last record */
     pthread_mutex_t lock;      /* private: arena, heaps, log */
+    uint64_t maker;            /* what we have drawn to make it on a device */
     uint64_t life;             /* of the superblock, as opened */
     uint64_t forks;            /* kvp_fork_count at open */
     uint32_t holders;          /* the handle itself and each hold: the last one unmaps */
@@ -257,6 +261,8 @@ static inline struct kvp_key kvp_key_at(const void *keys, uint32_t i)
 }
 /* References of the n keys that stand, 0 else; stops at the first miss if `prefix`. Returns how many stand. */
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* Ask for the lines of a key's first home: a search will follow. */
+void kvp_directory_ask(const kvp_pool *pool, const void *key);
 /* A block of ours under this key that somebody holds for eviction at this moment; 0 if there is none. */
 uint64_t kvp_directory_held(const kvp_pool *pool, uint32_t class, const struct kvp_key *key);
 /* Name an owned block, tagged with its key, by that key: 1 entered, 0 an earlier one stands, -1 no room. */
@@ -284,6 +290,20 @@ int kvp_superblock_verify(const struct kvp_superblock *super, uint64_t mapped);
 /* Copy it, with its life, as it is in memory now, and verify the copy: what is used of an image is used from there, since
  * in a hostile one it might change. Zeros if `mapped` is less than a page. */
 int kvp_superblock_read(const struct kvp_superblock *super, uint64_t mapped, struct kvp_superblock *seen);
+
+/* ---- devices: memory that was there before (device.c) ---- */
+
+/* What a device holds that is not ours, as words that follow "holds"; NULL if nothing is known. */
+const char *kvp_device_content(const uint8_t *base, uint64_t bytes);
+/* Zeroes, written back. */
+void kvp_wipe(nc_u64 *word, uint64_t bytes);
+/* Every mark that says what a device holds, a pool's too. */
+void kvp_device_wipe(uint8_t *base, uint64_t bytes);
+/* Become the one that makes a pool here; and are we still? BUSY if another machine is. */
+int kvp_device_elect(kvp_pool *pool);
+int kvp_device_elected(kvp_pool *pool);
+/* Mode coherent: refuse (HOST) a device that another machine's workers use, else note that it is ours. */
+int kvp_device_demand_machine(kvp_pool *pool);
 
 /* ---- qualify.c ---- */
 

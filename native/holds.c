@@ -1,5 +1,5 @@
 /* holds.c -- pins and reservations that end with an object. */
-#include "native/handle.h"
+#include "native/homes.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -19,23 +19,55 @@ struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t c, uint32_t n)
     return hold;
 }
 
-int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs)
+int64_t kvp_hold_match(struct kvp_hold *hold, const void *keys, uint32_t n)
 {
-    memcpy(hold->refs, refs, hold->n * sizeof *refs);
-    int64_t pinned = kvp_pin_refs(hold->pool, hold->refs, hold->n);
-    if (pinned < 0 || pinned == hold->n)
+    if (n > hold->n)
+        return kvp_fail(KVP_E_INVALID, "%u keys do not fit a hold of %u", n, hold->n);
+    return kvp_match(hold->pool, hold->class_, keys, n, hold->refs);
+}
+
+int64_t kvp_hold_match_tokens(struct kvp_hold *hold, kvp_hash hash, const void *secret, const uint32_t *tokens,
+                              uint32_t blocks, uint32_t block_tokens, struct kvp_chain *chain, void *keys)
+{
+    uint8_t *out = keys;
+
+    for (uint32_t at = 0, n; at < blocks; at += n) {
+        n = blocks - at < GROUP ? blocks - at : GROUP;
+        int status = kvp_keys(hash, secret, tokens + (size_t)at * block_tokens, n, block_tokens, chain,
+                              out + (size_t)at * KVP_KEY_BYTES);
+        if (status)
+            return status;
+        kvp_directory_ask(hold->pool, out + (size_t)at * KVP_KEY_BYTES);
+    }
+    return kvp_hold_match(hold, keys, blocks);
+}
+
+int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs, uint32_t n)
+{
+    if (n > hold->n)
+        return kvp_fail(KVP_E_INVALID, "%u references do not fit a hold of %u", n, hold->n);
+    memcpy(hold->refs, refs, n * sizeof *refs);
+    int64_t pinned = kvp_pin_refs(hold->pool, hold->refs, n);
+    if (pinned < 0 || pinned == n)
         return pinned;
-    kvp_unpin_refs(hold->pool, hold->refs, hold->n);
+    kvp_unpin_refs(hold->pool, hold->refs, n);
     uint64_t wrong = refs[pinned]; /* again, alone, for its own error */
     int64_t status = kvp_pin_refs(hold->pool, &wrong, 1);
     kvp_unpin_refs(hold->pool, &wrong, 1);
-    return status < 0 ? status : kvp_fail(KVP_E_PINS, "%u blocks do not fit the pin slots left: release hits", hold->n);
+    return status < 0 ? status : kvp_fail(KVP_E_PINS, "%u blocks do not fit the pin slots left: release hits", n);
 }
 
 void kvp_hold_clear(struct kvp_hold *hold)
 {
-    kvp_unpin_refs(hold->pool, hold->refs, hold->n);
-    kvp_withdraw(hold->pool, hold->class_, hold->numbers, hold->n);
+    uint64_t pinned = 0;
+    uint32_t free = KVP_NO_BLOCK; /* all ones */
+
+    for (uint32_t i = 0; i < hold->n; i++)
+        pinned |= hold->refs[i], free &= hold->numbers[i];
+    if (pinned)
+        kvp_unpin_refs(hold->pool, hold->refs, hold->n);
+    if (free != KVP_NO_BLOCK)
+        kvp_withdraw(hold->pool, hold->class_, hold->numbers, hold->n);
 }
 
 void kvp_hold_end(struct kvp_hold *hold)

@@ -351,8 +351,13 @@ struct kvp_hold {
 };
 /* An empty hold for n blocks; NULL without memory. */
 struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t class_, uint32_t n);
-/* As kvp_pin_refs, of a copy of refs, into the hold: all n or none. */
-int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs);
+/* As kvp_match, into an empty hold for n keys or more. */
+int64_t kvp_hold_match(struct kvp_hold *hold, const void *keys, uint32_t n);
+/* kvp_keys and kvp_hold_match in one: a request's tokens to its pinned prefix. The hash hides the latency of the directory. */
+int64_t kvp_hold_match_tokens(struct kvp_hold *hold, kvp_hash hash, const void *secret, const uint32_t *tokens,
+                              uint32_t blocks, uint32_t block_tokens, struct kvp_chain *chain, void *keys);
+/* As kvp_pin_refs, of a copy of refs, into an empty hold for n or more: all n or none. */
+int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs, uint32_t n);
 /* Unpin and withdraw what is left; the hold stays. */
 void kvp_hold_clear(struct kvp_hold *hold);
 /* Clear and free. NULL is allowed. */

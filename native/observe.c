@@ -1,9 +1,7 @@
 /* observe.c -- what can be seen of a pool: its shape, its workers, its events, its health; and the keys. */
-#include "native/handle.h"
+#include "native/homes.h"
 
 #include <string.h>
-
-enum { GROUP = 8 };
 
 int kvp_pool_info(kvp_pool *pool, struct kvp_info *out)
 {

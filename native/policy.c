@@ -82,15 +82,6 @@ static co_u64 *score_of(const kvp_pool *pool, uint64_t ref)
     return &pool->arena.class[kvp_block_class((uint32_t)ref)].scores[kvp_block_number((uint32_t)ref)];
 }
 
-static void touch_one(kvp_pool *pool, uint64_t ref, uint64_t stamp)
-{
-    uint32_t c = kvp_block_class((uint32_t)ref), number = kvp_block_number((uint32_t)ref);
-    co_u64 *score = &pool->arena.class[c].scores[number];
-
-    /* A plain store: two workers that touch at once lose one use, never a block. */
-    co_store_relaxed(score, pool->policy->touch(co_load_relaxed(score), stamp));
-}
-
 /* Uses of other hosts' blocks are told to their owners at the next tick: the first ones since the last. */
 static void note_use(kvp_pool *pool, uint64_t ref)
 {
@@ -100,17 +91,30 @@ static void note_use(kvp_pool *pool, uint64_t ref)
         pool->used[at] = ref;
 }
 
-void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp_order *order)
+/* A plain store: two workers that touch at once lose one use, never a block. */
+static inline __attribute__((always_inline)) void touch_all(kvp_pool *pool, const uint64_t *refs, uint32_t n,
+                                                            const struct kvp_order *order,
+                                                            uint64_t (*touch)(uint64_t score, uint64_t stamp))
 {
     for (uint32_t i = 0; i < n; i++) {
         if (i + AHEAD < n) /* blocks of one call need not be neighbours: no score waits for the one before */
             kvp_prefetch(score_of(pool, refs[i + AHEAD]));
-        if (KVP_MANY_HOSTS && refs[i] &&
-            !kvp_is_ours(&pool->arena, kvp_block_class((uint32_t)refs[i]), kvp_block_number((uint32_t)refs[i])))
+        if (!refs[i])
+            continue;
+        co_u64 *score = score_of(pool, refs[i]);
+        if (!kvp_is_ours(&pool->arena, kvp_block_class((uint32_t)refs[i]), kvp_block_number((uint32_t)refs[i])))
             note_use(pool, refs[i]);
-        else if (refs[i])
-            touch_one(pool, refs[i], kvp_order_stamp(pool, order, i));
+        else
+            co_store_relaxed(score, touch(co_load_relaxed(score), kvp_order_stamp(pool, order, i)));
     }
+}
+
+void kvp_touch_refs(kvp_pool *pool, const uint64_t *refs, uint32_t n, struct kvp_order *order)
+{
+    if (pool->policy->touch == touch_now) /* compiled in: a call through a pointer costs more than the rest */
+        touch_all(pool, refs, n, order, touch_now);
+    else
+        touch_all(pool, refs, n, order, pool->policy->touch);
     order->done += n;
 }
 
@@ -173,6 +177,7 @@ static int build(kvp_pool *pool, uint32_t c)
         heap->item = malloc((size_t)heap->capacity * sizeof *heap->item);
         if (!heap->item)
             return 0;
+        kvp_prefer_huge(heap->item, heap->capacity * sizeof *heap->item);
     }
     look_at_clock(pool);
     pool->foreign &= ~(1u << c);

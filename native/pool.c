@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { POPULATE_STEP = 64 << 20, GONE_TIMEOUT_MS = 2000, LEAVE_PAUSE_NS = 100000 };
+enum { POPULATE_STEP = 64 << 20, WIPE_STEP = 4 << 20, GONE_TIMEOUT_MS = 2000, LEAVE_PAUSE_NS = 100000 };
 
 int kvp_enter(kvp_pool *pool)
 {
@@ -268,28 +268,54 @@ int kvp_pool_populate(kvp_pool *pool, uint64_t offset, uint64_t bytes, unsigned 
     return kvp_mapping_populate(&pool->mapping, offset, bytes, threads);
 }
 
-static void wipe(nc_u64 *word, uint64_t bytes)
-{
-    for (uint64_t i = 0; i < bytes / 8; i++)
-        nc_store_relaxed(&word[i], 0);
-    nc_write_back(word, bytes);
-}
-
-/* A device keeps what was on it: a pool that lives there is not overwritten, an old one is wiped. */
-static int clear_device(kvp_pool *pool, uint64_t *incarnation)
+/* A device keeps what was on it, and what lives there is not overwritten. Sets the incarnation that follows an old pool's. */
+static int look_at_device(kvp_pool *pool, uint64_t *incarnation)
 {
     struct kvp_superblock seen;
     int status = kvp_superblock_read(pool->super, pool->mapping.bytes, &seen);
+    const char *other = kvp_device_content(pool->mapping.base, pool->mapping.bytes);
 
+    *incarnation = 0;
+    if (other) /* also where its maker has left the mark of an old pool */
+        return kvp_fail(KVP_E_FOREIGN, "%s holds %s: take another device, or clear it (kvpool rm --force)",
+                        pool->mapping.uri, other);
     if (seen.magic != KVP_MAGIC)
         return KVP_OK;
-    *incarnation = (nc_load(&seen.life) >> 1) + 1;
-    if (!(nc_load(&seen.life) & 1) && status == KVP_OK)
+    if (status == KVP_E_OLDER || status == KVP_E_NEWER || status == KVP_E_LAYOUT)
+        return kvp_fail(KVP_E_EXISTS, "%s holds a pool of another version of kvpool: remove it with that, or clear the device "
+                        "(kvpool rm --force)", pool->mapping.uri);
+    *incarnation = nc_load(&seen.life) >> 1;
+    /* A pool of another mode, or one that is larger than the one to be made, lives as well. */
+    if (!(nc_load(&seen.life) & 1) && status != KVP_E_NOTREADY && status != KVP_E_CORRUPT)
         return kvp_fail(KVP_E_EXISTS, "%s holds a pool: remove it first (kvpool rm)", pool->mapping.uri);
-    wipe((nc_u64 *)(void *)pool->super, KVP_LINE);
-    nc_write_fence(); /* no version in memory before the life goes: else one that was removed would look like a living one */
-    wipe((nc_u64 *)(void *)pool->mapping.base, pool->arena.layout.payload_offset);
     return KVP_OK;
+}
+
+/* In steps that take less than the pause of an election: a later maker finds nobody who writes any more when its own ends. */
+static int wipe_tables(kvp_pool *pool)
+{
+    uint64_t end = pool->arena.layout.payload_offset;
+    int status = KVP_OK;
+
+    for (uint64_t at = KVP_PAGE; at < end && status == KVP_OK; at += WIPE_STEP) {
+        kvp_wipe((nc_u64 *)(void *)(pool->mapping.base + at), end - at < WIPE_STEP ? end - at : WIPE_STEP);
+        status = kvp_device_elected(pool);
+    }
+    return status;
+}
+
+/* Take a device that holds nothing alive, whoever else may want it, and wipe it: an old pool, or bytes of anything. */
+static int take_device(kvp_pool *pool, uint64_t *incarnation)
+{
+    int status = look_at_device(pool, incarnation); /* nothing is written to it before */
+
+    if (status || (status = kvp_device_elect(pool)) || (status = look_at_device(pool, incarnation)))
+        return status;
+    (*incarnation)++;
+    kvp_wipe((nc_u64 *)(void *)pool->super, KVP_LINE);
+    nc_write_fence(); /* no version in memory before the life goes: else one that was removed would look like a living one */
+    kvp_wipe((nc_u64 *)(void *)pool->mapping.base, offsetof(struct kvp_superblock, maker));
+    return wipe_tables(pool);
 }
 
 /* See the pool as our host does: in mode sim, through its cache. */
@@ -318,6 +344,11 @@ static int format(kvp_pool *pool, const struct kvp_layout *layout, uint64_t inca
         co_store(&host_part.head->ready, KVP_HEAD_READY);
         kvp_arena_free(&host_part);
     }
+    if (pool->mapping.kind == KVP_MAP_DAX) {
+        int status = kvp_device_elected(pool);
+        if (status)
+            return status;
+    }
     kvp_superblock_seal(pool->super);
     KVP_CRASH_POINT("create.sealed");
     return KVP_OK;
@@ -327,17 +358,19 @@ int kvp_pool_commit(kvp_pool *pool)
 {
     struct kvp_layout layout = pool->arena.layout;
     uint64_t incarnation = 1;
-    int status = pool->mapping.kind == KVP_MAP_DAX ? clear_device(pool, &incarnation) : KVP_OK;
+    int status = KVP_OK;
 
     for (uint64_t at = 0; at < layout.bytes && status == KVP_OK; at += POPULATE_STEP)
         status = kvp_pool_populate(pool, at, POPULATE_STEP, 1);
-    if (status)
+    if (status || (status = kvp_mapping_collapse(&pool->mapping)))
         return status;
-    kvp_mapping_collapse(&pool->mapping);
+    if (pool->mapping.kind == KVP_MAP_DAX && (status = take_device(pool, &incarnation)))
+        return status;
     if ((status = see_as_host(pool)) || (status = format(pool, &layout, incarnation)))
         return status;
     pool->life = nc_load(&pool->super->life);
-    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK && (status = join(pool)) == KVP_OK)
+    if ((status = attach(pool, pool->super->uuid, &layout)) == KVP_OK &&
+        (status = kvp_device_demand_machine(pool)) == KVP_OK && (status = join(pool)) == KVP_OK)
         status = kvp_mapping_commit(&pool->mapping);
     if (status && KVP_MANY_HOSTS)
         kvp_host_memory_remove(pool->super->uuid, pool->host); /* of a pool that nobody will ever find */
@@ -371,7 +404,7 @@ static int open_mapped(kvp_pool *pool)
     pool->policy = &kvp_policies[seen.policy];
     pool->life = nc_load(&seen.life);
     if ((status = see_as_host(pool)) == KVP_OK && (status = kvp_qualification_demand(pool)) == KVP_OK &&
-        (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK)
+        (status = attach(pool, seen.uuid, &seen.layout)) == KVP_OK && (status = kvp_device_demand_machine(pool)) == KVP_OK)
         status = join(pool);
     if (status == KVP_OK)
         pool->foreign = UINT32_MAX;

@@ -77,10 +77,15 @@ int kvp_pool_remove(const char *uri, int force)
     int whole = kvp_superblock_read((const struct kvp_superblock *)(const void *)mapping.base, mapping.bytes, seen);
     if (whole == KVP_OK)
         status = retire(&mapping, seen, uri, force);
+    else if (!force && mapping.kind == KVP_MAP_DAX && (whole == KVP_E_OLDER || whole == KVP_E_NEWER || whole == KVP_E_LAYOUT))
+        status = kvp_fail(whole, "%s: %s: it is left alone (force clears the device)", uri, kvp_strerror(whole));
     else if ((whole == KVP_E_FOREIGN && !force) || whole == KVP_E_MODE)
         status = kvp_fail(whole, "%s: %s: it is left alone%s", uri, kvp_strerror(whole),
                           whole == KVP_E_MODE ? "" : " (force removes it)");
     int kind = mapping.kind;
+    if (kind == KVP_MAP_DAX && status == KVP_OK && /* there is no name to take away */
+        (whole != KVP_OK || (force && kvp_device_content(mapping.base, mapping.bytes))))
+        kvp_device_wipe(mapping.base, mapping.bytes);
     free(seen);
     kvp_mapping_close(&mapping);
     return status || kind == KVP_MAP_DAX ? status : kvp_mapping_unlink(uri);

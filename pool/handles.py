@@ -41,6 +41,11 @@ def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
     return core.ffi.gc(raw, core.lib.kvp_hold_end)
 
 
+_NUMBER: int = lib.KVP_BLOCKS_MAX
+_SPARES_MAX = 64
+"""How many released holds of a class and size wait for the next hit: making one costs more than a match."""
+
+
 class Hit:
     """Blocks that are pinned: while it is held they are neither reused nor moved. A context manager.
 
@@ -50,33 +55,63 @@ class Hit:
     one that made it (in a forked child it is inert).
     """
 
-    __slots__ = ("__weakref__", "_pool", "block_class", "blocks", "held", "refs")
+    __slots__ = ("__weakref__", "_blocks", "_box", "_pool", "_raw", "_refs", "_spares", "block_class", "count", "held")
 
     def __init__(self, pool: Pool, block_class: int, capacity: int) -> None:
         self._pool = pool
         self.block_class = block_class
-        self.held = new_hold(pool, block_class, capacity)
-        self.refs: NDArray[np.uint64] = np.empty(0, np.uint64)
-        self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.count = 0
+        """How many of the references in `held` are pinned, from the first on."""
+        self._raw: bytes | None = None
+        self._refs: NDArray[np.uint64] | None = None
+        self._blocks: NDArray[np.uint32] | None = None
+        size = capacity.bit_length()
+        self._spares = pool.spares[block_class][size]
+        try:
+            self.held: Any = self._spares.pop()
+        except IndexError:
+            self.held = new_hold(pool, block_class, (1 << size) - 1)
+        self._box = [self.held]  # who takes it out releases it: one of two threads
 
-    def hold(self, count: int) -> Hit:
-        """The first `count` references are pinned now."""
-        self.refs = np.frombuffer(ffi.buffer(self.held.refs, 8 * count), np.uint64).copy()
-        self.refs.flags.writeable = False
-        self.blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
-        self.blocks[self.refs == 0] = lib.KVP_NO_BLOCK
+    def hold(self, count: int, *, holes: bool = False) -> Hit:
+        """The first `count` references are pinned now, but for holes."""
+        self.count = count
+        if holes:
+            self._raw = self._bytes()
         return self
 
+    @property
+    def refs(self) -> NDArray[np.uint64]:
+        """The references, as they were when the blocks were pinned."""
+        if self._refs is None:
+            self._refs = np.frombuffer(self._bytes(), np.uint64)
+        return self._refs
+
+    def _bytes(self) -> bytes:
+        held, raw = self.held, self._raw  # in the reverse order of `release`
+        return bytes(ffi.buffer(held.refs, 8 * self.count)) if raw is None else raw
+
+    @property
+    def blocks(self) -> NDArray[np.uint32]:
+        """The numbers of the blocks."""
+        if self._blocks is None:
+            self._blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
+            self._blocks[self.refs == 0] = lib.KVP_NO_BLOCK
+        return self._blocks
+
     def __len__(self) -> int:
-        return len(self.refs)
+        return self.count
 
     def __bool__(self) -> bool:
-        return len(self.refs) > 0
+        return self.count > 0
 
     @property
     def views(self) -> list[NDArray[np.uint8]]:
         """One read-only uint8 array per block, over the pool's memory. Valid while the hit is held."""
-        return self.views_as(np.uint8)
+        rows, held = self._pool.rows[self.block_class], self.held
+        if self._raw is None:
+            return [rows[ref & _NUMBER] for ref in ffi.unpack(held.refs, self.count)]
+        return [rows[number] for number in self.blocks.tolist()]
 
     def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
         """One read-only array of `dtype` and `shape` (default: a whole block) per block, over the pool's memory."""
@@ -85,7 +120,15 @@ class Hit:
 
     def release(self) -> None:
         """Undo the pins. Idempotent."""
-        self._pool.core.lib.kvp_hold_clear(self.held)
+        try:
+            held = self._box.pop()
+        except IndexError:
+            return
+        self._raw = self._bytes()
+        self.held = None
+        self._pool.core.lib.kvp_hold_clear(held)
+        if len(self._spares) < _SPARES_MAX:
+            self._spares.append(held)
 
     def __enter__(self) -> Hit:
         return self
@@ -194,7 +237,7 @@ class Reservation:
         hit = Hit(self._pool, self.block_class, len(self))
         refs = np.frombuffer(ffi.buffer(hit.held.refs, 8 * len(self)), np.uint64)
         self._publish(keys, self._pool.core.lib.kvp_publish_kept, hit.held.refs, refs)
-        return hit.hold(len(self))
+        return hit.hold(len(self), holes=not self.refs.all())
 
     def _publish(self, keys: KeysLike | None, verb: Any, target: Any, refs: NDArray[np.uint64]) -> int:
         """`verb` writes to `target`, which `refs` shows."""

@@ -89,11 +89,13 @@ class Keys(Sequence[bytes]):
     `namespace.keys(more_tokens, after=keys)`.
     """
 
-    __slots__ = ("_chain", "array")
+    __slots__ = ("_chain", "array", "pointer")
 
     def __init__(self, array: np.ndarray[Any, Any], chain: tuple[int, int, int, int] | None = None) -> None:
         array.flags.writeable = False
         self.array = array
+        self.pointer: tuple[Any, int] = (ffi.from_buffer(array), len(array))
+        """For `kvpool.bindings`: the keys as cdata, which keeps them alive, and their number."""
         self._chain = chain
 
     @property
@@ -158,7 +160,7 @@ def key_buffer(keys: KeysLike) -> tuple[Any, int]:
     length.
     """
     if isinstance(keys, Keys):
-        return ffi.from_buffer(keys.array), len(keys)
+        return keys.pointer
     if not isinstance(keys, bytes | bytearray | memoryview):
         parts = [key if isinstance(key, bytes) else _key_bytes(key) for key in _list_of("keys", keys)]
         wrong = next((key for key in parts if len(key) != KEY_BYTES), None)
@@ -219,27 +221,28 @@ class KeyMaker:
 
     def keys(self, token_ids: Any, after: Keys | None) -> Keys:
         """One key per full block of token_ids; a rest shorter than a block has none."""
+        arguments, array = self.request(ffi, token_ids, after)
+        check(lib.kvp_keys(HASH, *arguments))
+        return self.made(arguments, array)
+
+    def request(self, ffi: Any, token_ids: Any, after: Keys | None) -> tuple[tuple[Any, ...], np.ndarray[Any, Any]]:
+        """What `kvp_keys` takes after the hash, and the array that it fills: what `made` makes Keys of."""
         tokens = token_array(token_ids)
         if after is not None and not isinstance(after, Keys):
             raise InvalidArgument(f"after={after!r} is not what Namespace.keys() gave")
         if after is not None and after.chain is None:
             raise InvalidArgument("these keys end before their chain does: only the whole of it can be extended")
-        start = self._start if after is None or after.chain is None else after.chain
-        chain = ffi.new("struct kvp_chain *", {"low": start[0], "high": start[1], "head": start[2], "blocks": start[3]})
+        chain = ffi.new("struct kvp_chain *", self._start if after is None or after.chain is None else after.chain)
         count = len(tokens) // self.block_tokens
-        out = np.empty((count, KEY_BYTES), np.uint8)
-        check(
-            lib.kvp_keys(
-                HASH,
-                self._secret,
-                ffi.cast("uint32_t *", ffi.from_buffer(tokens)),
-                count,
-                self.block_tokens,
-                chain,
-                ffi.from_buffer(out),
-            )
-        )
-        return Keys(out, (chain.low, chain.high, chain.head, chain.blocks))
+        array = np.empty((count, KEY_BYTES), np.uint8)
+        source = ffi.from_buffer("uint32_t[]", tokens)
+        return (self._secret, source, count, self.block_tokens, chain, ffi.from_buffer(array)), array
+
+    @staticmethod
+    def made(arguments: tuple[Any, ...], array: np.ndarray[Any, Any]) -> Keys:
+        """The keys that C has filled in."""
+        chain = arguments[4]
+        return Keys(array, (chain.low, chain.high, chain.head, chain.blocks))
 
     def named(self, names: Sequence[bytes | str]) -> Keys:
         """One key per name: a digest of it under the secret. Names are no chain, so the keys cannot be extended."""

@@ -14,8 +14,20 @@ import numpy as np
 from kvpool import reports
 from kvpool.arguments import numbers, seconds, whole
 from kvpool.bindings import MODES, Core, core, ffi, lib, loaded
-from kvpool.bindings.errors import InvalidArgument, OutOfRange, Truncated, Unqualified
+from kvpool.bindings.errors import (
+    Busy,
+    Exists,
+    Foreign,
+    InvalidArgument,
+    NoSpace,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    Truncated,
+    Unqualified,
+)
 from kvpool.bindings.views import class_array, class_torch, mapping_array
+from kvpool.devices import free_dax
 from kvpool.fencing import Answers, Fence
 from kvpool.handles import Hit
 from kvpool.namespace import Namespace
@@ -36,6 +48,22 @@ LEASE_S_MAX = 4e6
 Progress = Callable[[int, int], None]
 
 
+_SIZES, _ROWS_MAX = 33, 1 << 16
+
+
+class Rows(dict[int, "NDArray[np.uint8]"]):
+    """A view of each block that was looked at, up to a number: making one costs more than finding the block."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+
+    def __missing__(self, number: int) -> NDArray[np.uint8]:
+        row: NDArray[np.uint8] = self._array[number]
+        if len(self) < _ROWS_MAX:
+            self[number] = row
+        return row
+
+
 class Pool:
     """One worker's handle of a pool. A context manager; made by `create` or `open`.
 
@@ -53,6 +81,11 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
+        classes = range(len(self._info["classes"]))
+        self.rows = [Rows(self.tensor(number)) for number in classes]
+        """The blocks of each class by number, as read-only bytes. For `Hit`."""
+        self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
+        """Empty holds of each class and size. For `Hit`."""
         self._answers = Answers()
 
     # ---- life ----
@@ -148,10 +181,11 @@ class Pool:
         classes = set(((wanted & np.uint64(0xFFFFFFFF)) >> np.uint64(29)).ravel().tolist())
         if len(classes) > 1 or wanted.ndim != 1:
             raise InvalidArgument("references of one call are one row, of one block class")
-        hit = Hit(self, classes.pop() if classes else 0, len(wanted))
-        return hit.hold(
-            self.core.check(self.core.lib.kvp_hold_pin(hit.held, ffi.cast("uint64_t *", ffi.from_buffer(wanted))))
-        )
+        block_class = classes.pop() if classes else 0
+        self._class(block_class)
+        hit = Hit(self, block_class, len(wanted))
+        pointer = ffi.from_buffer("uint64_t[]", wanted)
+        return hit.hold(self.core.check(self.core.lib.kvp_hold_pin(hit.held, pointer, len(wanted))))
 
     def stock(self, block_class: int = 0) -> Stock:
         """Blocks by number, for an engine whose cache is this pool: see `Stock`."""
@@ -338,7 +372,7 @@ def create(
     """Make a pool and open it. All memory is backed before this returns.
 
     `uri`: sim:NAME (simulated hosts), shm:NAME, file:PATH, memfd:, hugetlb:2MiB or dax:/dev/daxX.Y, with ?mode=0660,
-    ?node=N, ?interleave=0,1.
+    ?node=N, ?interleave=0,1, ?hugepage=2M (2 MiB pages or an error); dax:auto takes the first devdax that is free.
     `size`: of everything, in bytes or as "4GiB"; or `blocks`: exactly so many, of one size. `block`: bytes a block, 4
     KiB to 16 MiB in steps of 64; several sizes make several classes. `policy`: leaf (least recently used, tail of a
     chain first), lru, fifo, lfu. `workers`: handles that may be open at once on each host, 1 to 64.
@@ -376,17 +410,38 @@ def create(
     request.bytes = 0 if size is None else parse_size(size)
     request.blocks, request.workers, request.classes = blocks or 0, workers, len(strides)
     request.stride = strides + [0] * (8 - len(strides))
+    workers_at_it = threads or min(8, os.cpu_count() or 1)
+    if _text(uri).split(b"?")[0] == b"dax:auto":
+        return _make_on_free_dax(
+            uri, request.bytes, lambda at: _make(chosen, at, request, policy, workers_at_it, progress)
+        )
     if replace:
         _remove_if_there(uri)
-    out = chosen.ffi.new("kvp_pool **")
+    return _make(chosen, uri, request, policy, workers_at_it, progress)
+
+
+def _make(core: Core, uri: str, request: Any, policy: str, threads: int, progress: Progress | None) -> Pool:
+    out = core.ffi.new("kvp_pool **")
     try:
-        chosen.check(chosen.lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
-        _populate(chosen, out[0], threads, progress)
-        chosen.check(chosen.lib.kvp_pool_commit(out[0]))
-        return _adopt(chosen, out)
+        core.check(core.lib.kvp_pool_prepare(_text(uri), request, policy.encode(), out))
+        _populate(core, out[0], threads, progress)
+        core.check(core.lib.kvp_pool_commit(out[0]))
+        return _adopt(core, out)
     except BaseException:
-        chosen.lib.kvp_pool_free(out[0])
+        core.lib.kvp_pool_free(out[0])
         raise
+
+
+def _make_on_free_dax(uri: str, size: int, make: Callable[[str], Pool]) -> Pool:
+    """On the first device that is free. Whether it is, `make` says last: another machine may take it meanwhile."""
+    free, reasons = free_dax(size)
+    for device in free:
+        try:
+            return make(uri.replace("dax:auto", f"dax:{device.path}", 1))
+        except (Busy, Exists, Foreign, NoSpace, NotFound, PermissionDenied) as error:
+            reasons[device.name] = str(error)
+    told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    raise NotFound(f"dax:auto: no device is free: {told}")
 
 
 def _adopt(core: Core, out: Any) -> Pool:
@@ -421,8 +476,6 @@ def _text(uri: str) -> bytes:
 
 
 def _remove_if_there(uri: str) -> None:
-    from kvpool.bindings.errors import NotFound
-
     try:
         remove(uri)
     except NotFound:

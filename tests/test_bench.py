@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
 from kvpool.bindings import core
 from kvpool.tools.bench import bench
+from kvpool.tools.bench_picture import picture
 from kvpool.tools.bench_suite import Effort, Report, Row, in_turn, merge
 from kvpool.tools.bench_suite_driver import DriverMissing, build_driver, run_driver
+from kvpool.tools.bench_targets import TARGETS, judge
 
-FIELDS = {"name", "unit", "measured", "bound", "ratio", "target", "verdict"}
+FIELDS = {"name", "unit", "measured", "bound", "ratio", "target", "verdict", "p10", "p99"}
 C_ROWS = {
     "alloc+free, hit (C)",
     "alloc+free, burst of 2048 (C)",
+    "alloc+free, burst of 2048, two processes (C)",
     "reserve+withdraw, 1 block (C)",
     "handoff to a spinning process (C)",
 } | {
@@ -24,6 +28,7 @@ C_ROWS = {
     for verb in ("match", "lookup")
     for where in ("1e4, hot", "1e5, hot", "1e6, hot", "1e6, cold", "1e6, scattered, hot", "1e6, scattered, cold")
 }
+TWO_PROCESSORS = {"handoff to a spinning process (C)", "alloc+free, burst of 2048, two processes (C)"}
 PYTHON_ROWS = (
     {
         "alloc+free, 1 block (Python)",
@@ -50,17 +55,20 @@ PYTHON_ROWS = (
 def test_core_runs_and_every_row_is_whole():
     done = CliRunner().invoke(bench, ["core", "--quick", "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.output)
+    report = json.loads(done.output)
+    assert report["machine"]["processor"]
+    rows = report["rows"]
     names = [row["name"] for row in rows]
     assert len(names) == len(set(names))
     assert set(names) - C_ROWS == PYTHON_ROWS
-    assert not set(names) & C_ROWS or C_ROWS - set(names) <= {"handoff to a spinning process (C)"}
+    assert not set(names) & C_ROWS or C_ROWS - set(names) <= TWO_PROCESSORS
     for row in rows:
         assert set(row) == FIELDS
         assert row["measured"] > 0, row
         assert row["bound"] > 0, row
         assert math.isfinite(row["ratio"]), row
-        assert (row["target"], row["verdict"]) == (None, "measured")
+        assert (row["target"] is None) == (row["verdict"] == "measured")
+        assert row["p10"] is None or row["p10"] <= row["measured"] <= row["p99"]
 
 
 VERBS = {
@@ -93,6 +101,32 @@ def test_coherence_for_people():
     shown = CliRunner().invoke(bench, ["coherence", "--quick"], catch_exceptions=False).output
     assert "cache instructions" in shown
     assert "hand-off of a free segment" in shown
+
+
+def test_scale_says_what_grows():
+    done = CliRunner().invoke(bench, ["scale", "--quick", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(done.output)["rows"]}
+    assert rows["metadata, 1e6 blocks, 64 hosts"]["ratio"] < 1.5
+    assert rows["lookup of 1024 keys, 1e+04 blocks"]["ratio"] == 1
+
+
+def test_verdicts_come_from_the_targets():
+    rows = [Row.of("alloc+free, hit (C)", "ns", 3.0, 2.0), Row.of("put, 2 MiB (Python)", "us", 1.0, 1.0)]
+    rows += [
+        Row.of("recovery, SIGKILL to detected, 1e6 blocks", "us, 2 MiB pages", 150.0, 1.0),
+        Row.of("else", "s", 1, 1),
+    ]
+    assert [row.verdict for row in judge(rows)] == ["missed", "met", "met (us)", "measured"]
+    assert {target.of for target in TARGETS} == {"ratio", "measured"}
+
+
+def test_a_picture_has_a_bar_for_each_row(tmp_path):
+    rows = judge([Row.of("alloc+free, hit (C)", "ns", 3.0, 2.0), Row.of("<&>", "ns", 1.0, 10.0)])
+    (tmp_path / "a.svg").write_text(picture("a & b", rows, "here"))
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"alloc+free, hit (C)", "<&>", "1.5", "0.1"} <= set(texts)
 
 
 def test_a_row_says_how_far_from_its_bound_it_is():

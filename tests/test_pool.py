@@ -375,6 +375,35 @@ def test_remove_frees_at_once_or_with_the_last_pin(pool, ns):
     assert pool.check().unlinked == 0
 
 
+def test_tokens_to_pins_in_one_call(ns):
+    fill(ns, ns.keys(range(100)))
+    tokens = np.arange(160, dtype=np.uint32)
+    keys, hit = ns.match_tokens(tokens)
+    with hit:
+        assert keys == ns.keys(tokens)
+        assert len(hit) == 6
+        assert np.array_equal(hit.views[5], payload(keys[5]))
+    more, rest = ns.match_tokens(np.arange(160, 320), after=keys)
+    assert more == ns.keys(np.arange(160, 320), after=keys)
+    assert not rest
+
+
+def test_a_released_hit_says_what_it_was_and_never_what_came_after(pool, ns):
+    keys = ns.keys(range(160))
+    fill(ns, keys)
+    first = ns.match(keys[:2])
+    refs = ns.lookup(keys)
+    first.release()
+    with ns.match(ns.keys(range(160))[:3]) as second:  # takes the first one's place in memory, or not
+        first.release()
+        assert pool.check().pins == 3
+        assert np.array_equal(first.refs, refs[:2])
+        assert np.array_equal(first.blocks, refs[:2] & np.uint64((1 << 29) - 1))
+        assert len(first.views) == 2
+        assert np.array_equal(second.refs, refs[:3])
+    assert pool.check().pins == 0
+
+
 def test_references_travel_and_go_stale(pool, ns, rack, uri):
     keys = ns.keys(range(160))
     fill(ns, keys)

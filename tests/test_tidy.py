@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("coherence", "allocator", "native")  # C, bottom up
-PACKAGES = {"kvpool.bindings": 0, "kvpool": 1, "kvpool.testing": 2, "kvpool.tools": 3}  # Python, bottom up
-FOLDERS = {"bindings": 0, "pool": 1, "pool/testing": 2, "tools": 3}
+# Python, bottom up
+PACKAGES = {"kvpool.bindings": 0, "kvpool": 1, "kvpool.testing": 2, "kvpool.tools": 3, "kvpool.tools.rig": 3}
+FOLDERS = {"bindings": 0, "pool": 1, "pool/testing": 2, "tools": 3, "tools/rig": 3}
 # Engine adapters use the pool: they stand above it, although they live with the bindings.
 ADAPTERS = ("cuda", "door", "lmcache", "sglang", "torch", "transformers", "vllm")
 PACKAGES |= {f"kvpool.bindings.{each}": 2 for each in ADAPTERS}

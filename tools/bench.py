@@ -11,25 +11,51 @@ from pathlib import Path
 
 import click
 
+from kvpool.tools.bench_picture import picture
 from kvpool.tools.bench_suite import Effort, Report, merge
+from kvpool.tools.bench_targets import judge
 from kvpool.tools.console import emit, grid, json_option, stdout, table
 
 __all__ = ["SUITES", "bench"]
 
+CORE = "kvpool.tools.bench_suite_core"
 SUITES = {
-    "core": "kvpool.tools.bench_suite_core",
-    "coherence": "kvpool.tools.bench_suite_coherence",
-    "engines": "kvpool.tools.bench_suite_engines",
+    "core": f"{CORE}:run",
+    "index": f"{CORE}:index",
+    "alloc": f"{CORE}:alloc",
+    "copy": f"{CORE}:copy",
+    "handoff": f"{CORE}:handoff",
+    "recovery": f"{CORE}:recovery",
+    "coherence": "kvpool.tools.bench_suite_coherence:run",
+    "peers": "kvpool.tools.bench_suite_peers:run",
+    "scale": "kvpool.tools.bench_suite_scale:run",
+    "engines": "kvpool.tools.bench_suite_engines:run",
 }
-"""Name of a suite -> the module whose `run(effort)` measures it; imported only when asked for."""
+"""Name of a suite -> the function of an effort that measures it; imported only when asked for."""
+ALL = ("index", "alloc", "copy", "handoff", "coherence", "recovery")
+"""The suites that have the rows with targets."""
 FEATURES = ("avx512f", "avx2", "clwb", "clflushopt", "sse4_2", "asimd", "sve")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def load_suite(name: str) -> Callable[[Effort], Report]:
     """The function that runs a suite."""
-    run: Callable[[Effort], Report] = importlib.import_module(SUITES[name]).run
+    if name == "all":
+        return run_all
+    module, function = SUITES[name].split(":")
+    run: Callable[[Effort], Report] = getattr(importlib.import_module(module), function)
     return run
+
+
+def run_all(effort: Effort) -> Report:
+    """Every row that has a target, of all suites."""
+    whole = Report()
+    for name in ALL:
+        report = load_suite(name)(effort)
+        whole.rows += [row for row in judge(report.rows) if row.target is not None]
+        whole.notes += report.notes
+        whole.about |= report.about
+    return whole
 
 
 def processor() -> tuple[str, list[str]]:
@@ -75,12 +101,11 @@ def number(value: float) -> str:
 def show(suite: str, about: dict[str, str], report: Report) -> None:
     """Print machine, rows and what was left out."""
     about = about | report.about
-    rows = table(f"{suite}: medians; ratio = measured / bound", "row", "unit", "measured", "bound", "ratio", "target",
-                 "verdict", left=2)  # fmt: skip
+    columns = ("row", "unit", "p10", "measured", "p99", "bound", "ratio", "target", "verdict")
+    rows = table(f"{suite}: medians; ratio = measured / bound", *columns, left=2)
     for row in report.rows:
-        target = "-" if row.target is None else number(row.target)
-        numbers = [number(value) for value in (row.measured, row.bound, row.ratio)]
-        rows.add_row(row.name, row.unit, *numbers, target, row.verdict)
+        values = (row.p10, row.measured, row.p99, row.bound, row.ratio, row.target)
+        rows.add_row(row.name, row.unit, *("-" if value is None else number(value) for value in values), row.verdict)
     console = stdout()
     console.print(grid("", about))
     console.print(rows)
@@ -89,21 +114,24 @@ def show(suite: str, about: dict[str, str], report: Report) -> None:
 
 
 @click.command()
-@click.argument("suite", type=click.Choice(sorted(SUITES)), default="core")
+@click.argument("suite", type=click.Choice([*SUITES, "all"]), default="core")
 @json_option
 @click.option("--quick", is_flag=True, help="A few seconds: fewer samples, more noise.")
 @click.option("--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs; medians are printed.")
-def bench(suite: str, as_json: bool, quick: bool, repeat: int) -> None:
-    """Measure this machine with a SUITE.
+@click.option("--picture", "drawing", type=click.Path(dir_okay=False, path_type=Path), help="Draw the ratios, as SVG.")
+def bench(suite: str, as_json: bool, quick: bool, repeat: int, drawing: Path | None) -> None:
+    """Measure this machine with a SUITE; `all`: what has a target, with its verdict.
 
     Each row stands beside a bound that was sampled in the same run, in turn with it: ratios can be compared between
     machines and days, times cannot.
     """
     run = load_suite(suite)
-    about = {} if as_json and suite == "core" else machine()
+    about = machine()
     report = merge(run(Effort(quick)) for _ in range(repeat))
-    rows = [asdict(row) for row in report.rows]
+    report.rows = judge(report.rows)
+    if drawing is not None:
+        drawing.write_text(picture(suite, report.rows, f"{about['processor']}; load {about['load average']}"))
     if as_json:
-        emit({"machine": about | report.about, "rows": rows} if report.about else rows)
+        emit({"machine": about | report.about, "rows": [asdict(row) for row in report.rows], "left_out": report.notes})
     else:
         show(suite, about, report)

@@ -18,6 +18,7 @@ import numpy as np
 import kvpool
 from kvpool.bindings import Core, core
 from kvpool.tools.bench_suite import Effort, Report, Row, Timed, in_turn
+from kvpool.tools.bench_suite_modes import mode_rows
 from kvpool.tools.bench_suite_pool import IDENTITY, TOKENS
 
 __all__ = ["run"]
@@ -199,4 +200,4 @@ def run(effort: Effort) -> Report:
         ]  # fmt: skip
         instructions = two.ffi.string(two.lib.kvp_line_instructions()).decode()
     about = {"cache instructions": instructions, "memory": "ordinary, coherent: what the device adds is not in it"}
-    return Report(rows, [], about)
+    return Report([*rows, *mode_rows(effort)], [], about)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool import Namespace, Pool
 from kvpool.bindings import ffi, lib
 from kvpool.bindings.hashing import HASH
+from kvpool.handles import new_hold
 from kvpool.tools.bench_suite import SEED, Effort, Report, Row, Timed, in_turn, per_call_ns
 from kvpool.tools.bench_suite_driver import driver_rows
 from kvpool.tools.bench_suite_pool import (
@@ -28,7 +28,7 @@ from kvpool.tools.bench_suite_pool import (
 )
 from kvpool.tools.bench_suite_recovery import recovery_rows
 
-__all__ = ["run"]
+__all__ = ["alloc", "copy", "handoff", "index", "recovery", "run"]
 
 MILLION = 1_000_000
 BATCH = 64
@@ -95,7 +95,7 @@ def prompt_timer(world: World) -> Timed:
 
     def sample() -> float:
         tokens = world.any_tokens()
-        spent, hit = elapsed_us(lambda: space.match(space.keys(tokens)))
+        spent, (_, hit) = elapsed_us(lambda: space.match_tokens(tokens))
         if len(hit) != CHAIN:
             raise RuntimeError(f"{len(hit)} of {CHAIN} keys were found")
         hit.release()
@@ -205,19 +205,22 @@ def namespace_reader(world: World, count: int) -> Callable[[], None]:
 
 
 def lowest_reader(world: World, count: int) -> Callable[[], None]:
-    """The same through the lowest calls, with arrays made before."""
-    keys = ffi.from_buffer(world.any_keys(count).array)
-    refs: NDArray[np.uint64] = np.zeros(count, np.uint64)
-    pointer, handle = raw_pointer(refs, "uint64_t *"), world.pool.handle
-    rows = list(world.pool.tensor(0))
-    match, unpin, mask = lib.kvp_match, lib.kvp_unpin_refs, lib.KVP_BLOCKS_MAX
+    """The same through the lowest calls, into a hold made before."""
+    (keys, _), hold = world.any_keys(count).pointer, new_hold(world.pool, 0, count)
+    rows, refs, unpack = world.pool.rows[0], hold.refs, ffi.unpack
+    match, clear, mask = lib.kvp_hold_match, lib.kvp_hold_clear, lib.KVP_BLOCKS_MAX
+
+    def read_one() -> None:
+        match(hold, keys, 1)
+        rows[refs[0] & mask]
+        clear(hold)
 
     def read() -> None:
-        found = match(handle, 0, keys, count, pointer)
-        [rows[pointer[i] & mask] for i in range(found)]
-        unpin(handle, pointer, found)
+        found = match(hold, keys, count)
+        [rows[ref & mask] for ref in unpack(refs, found)]
+        clear(hold)
 
-    return read
+    return read_one if count == 1 else read
 
 
 def read_rows(effort: Effort) -> list[Row]:
@@ -257,6 +260,41 @@ def metadata_rows() -> Iterator[Row]:
         bound = METADATA_PERCENT_MAX / 100 * block
         yield Row.of(f"metadata, {name} blocks of 128 KiB", "B/block", each, bound)
         yield Row.of(f"metadata, {name} blocks of 128 KiB, share", "%", each / block * 100, METADATA_PERCENT_MAX)
+
+
+def alloc(effort: Effort) -> Report:
+    """Blocks taken and given back, and what the pool needs for itself."""
+    report = driver_rows(effort, "alloc")
+    report.rows += [*alloc_rows(effort), *metadata_rows()]
+    return report
+
+
+def index(effort: Effort) -> Report:
+    """Prefixes found, pinned and looked at."""
+    report = driver_rows(effort, "index")
+    world = make_world(MILLION)
+    report.rows += match_rows(world, effort)
+    world.pool.close()
+    report.rows += read_rows(effort)
+    return report
+
+
+def copy(effort: Effort) -> Report:
+    """Blocks in and out by copy."""
+    return Report(list(copy_rows(effort)))
+
+
+def handoff(effort: Effort) -> Report:
+    """From a publication to who waits for it."""
+    return driver_rows(effort, "handoff")
+
+
+def recovery(effort: Effort) -> Report:
+    """From a kill to the reuse of what the dead held."""
+    world = make_world(MILLION)
+    rows = recovery_rows(world.pool, effort)
+    world.pool.close()
+    return Report(rows)
 
 
 def run(effort: Effort) -> Report:

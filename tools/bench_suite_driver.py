@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvpool.tools.bench_suite import Effort, Report, Row
+from kvpool.tools.bench_suite import Effort, Report, Row, Spread
 
 __all__ = ["DriverMissing", "build_driver", "driver_rows", "run_driver"]
 
@@ -55,14 +55,17 @@ def run_driver(program: Path, *arguments: str) -> list[list[str]]:
     return [line.split("\t") for line in done.stdout.splitlines()]
 
 
-def driver_rows(effort: Effort) -> Report:
-    """The rows marked (C), or the reason why there are none."""
+def driver_rows(effort: Effort, part: str = "rows") -> Report:
+    """The rows marked (C), all or those of a part (alloc, index, handoff), or the reason why there are none."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
         try:
             program = build_driver(Path(folder))
         except DriverMissing as missing:
             return Report(notes=[str(missing)])
-        lines = run_driver(program, "rows", str(effort.samples(SAMPLES)))
-    rows = [Row.of(name, unit, float(measured), float(bound)) for name, unit, measured, bound in lines]
-    notes = [] if any(row.name.startswith("handoff") for row in rows) else ["handoff needs two processors"]
-    return Report(rows, notes)
+        lines = run_driver(program, part, str(effort.samples(SAMPLES)))
+    rows = []
+    for name, unit, *numbers in lines:
+        measured, bound, p10, p99 = map(float, numbers)
+        rows.append(Row.of(name, unit, Spread(measured, p10, p99), bound))
+    alone = part in ("rows", "handoff") and not any(row.name.startswith("handoff") for row in rows)
+    return Report(rows, ["handoff needs two processors"] if alone else [])

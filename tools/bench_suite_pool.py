@@ -60,6 +60,10 @@ class World:
             if blocks.publish() == CHAIN:  # the directory may have had no room for a key
                 self.tokens.append(tokens)
 
+    def new_keys(self, count: int) -> Keys:
+        """Keys that nobody has published."""
+        return self.space.keys(random_tokens(self._rng, count))
+
     def any_tokens(self) -> NDArray[np.uint32]:
         """A prompt that is in the pool, as warm as one that was just made."""
         return self.tokens[self._rng.integers(len(self.tokens))].copy()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import numpy as np
 from kvpool import Pool
 from kvpool import open as open_pool
 from kvpool.bindings import check, ffi, lib
-from kvpool.tools.bench_suite import Effort, Row
+from kvpool.tools.bench_suite import Effort, Row, spread
 
 __all__ = ["recovery_rows", "victim"]
 
@@ -98,7 +97,7 @@ def recovery_rows(pool: Pool, effort: Effort) -> list[Row]:
     words = np.ones(max(blocks, (8 << 20) // WORD), np.uint64)
     kills = KILLS_MIN if effort.quick else KILLS
     spent = [(*time_kill(pool), time_scan(words)) for _ in range(kills)]
-    detected, reusable, bound = (statistics.median(each) for each in zip(*spent, strict=True))
+    detected, reusable, bound = (spread(each) for each in zip(*spent, strict=True))
     unit = f"us, {'2 MiB' if pool.stats()['huge_bytes'] else '4 KiB'} pages"
     return [
         Row.of("recovery, SIGKILL to detected, 1e6 blocks", unit, detected, bound),

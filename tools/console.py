@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _JSON = "kvpool.tools.json"
-_PLAIN_WIDTH = 120
+_PLAIN_WIDTH = 200
 Command = TypeVar("Command", bound=Callable[..., Any])
 Advance = Callable[[int, int], None]
 """Called with (done, total), in any unit, from any thread."""

@@ -27,6 +27,7 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
+    "doctor": Lazy("doctor", "What this machine has for a pool, and what to type to use it."),
     "create": Lazy("inspect_pools", "Make a pool and back all its memory."),
     "ls": Lazy("inspect_pools", "List your pools in shared memory."),
     "stat": Lazy("inspect_state", "Shape, occupancy, counters and workers of a pool."),

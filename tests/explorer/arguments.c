@@ -108,14 +108,18 @@ static void pins(kvp_pool *pool)
     IS(kvp_lookup(pool, 0, key, 3, ref), 3);
     IS(kvp_pin_refs(pool, wrong, 1), KVP_E_RANGE);
     old[0] = ref[0], old[1] = ref[1] + (1ull << 32);
-    IS(kvp_hold_pin(hold, old), KVP_E_STALE);
+    IS(kvp_hold_pin(hold, old, 2), KVP_E_STALE);
     IS(kvp_pin_refs(pool, old, 2), 1);
     IS(old[1], 0);
     IS(kvp_unpin_refs(pool, old, 2), KVP_OK);
     IS(kvp_unpin_refs(pool, old, 2), KVP_OK);
     uint64_t never[1] = {ref[2]};
     IS(kvp_unpin_refs(pool, never, 1), KVP_OK);
-    IS(kvp_hold_pin(hold, ref), 2);
+    IS(kvp_hold_match(hold, key, 3), KVP_E_INVALID);
+    IS(kvp_hold_pin(hold, ref, 3), KVP_E_INVALID);
+    IS(kvp_hold_match(hold, key, 2), 2);
+    kvp_hold_clear(hold);
+    IS(kvp_hold_pin(hold, ref, 2), 2);
     IS(kvp_reserve(pool, 0, 7, number), KVP_E_FULL);
     IS(kvp_reserve(pool, 0, 6, number), KVP_OK);
     IS(kvp_withdraw(pool, 0, number, 6), KVP_OK);
@@ -157,6 +161,29 @@ static void chains(void)
     IS(memcmp(once, again, sizeof once), 0);
     IS((uint32_t)once[0].low == (uint32_t)once[7].low, 1); /* a group of 8 has one hint */
     IS((uint32_t)once[7].low == (uint32_t)once[8].low, 0);
+}
+
+/* A request's tokens to its pins. */
+static void tokens(kvp_pool *pool)
+{
+    const uint8_t secret[KVP_SECRET_BYTES] = {1};
+    const uint32_t token[40] = {1, 2, 3};
+    struct kvp_chain whole = {0}, again = {0};
+    struct kvp_key made[20], found[20];
+    uint32_t number[2];
+    uint64_t ref[2];
+    struct kvp_hold *hold = kvp_hold_new(pool, 0, 20);
+
+    IS(kvp_keys(a_hash, secret, token, 20, 2, &whole, made), KVP_OK);
+    IS(kvp_reserve(pool, 0, 2, number), KVP_OK);
+    IS(kvp_publish(pool, 0, number, made, 2, ref), 2);
+    IS(kvp_hold_match_tokens(hold, a_hash, secret, token, 20, 0, &again, found), KVP_E_INVALID);
+    IS(kvp_hold_match_tokens(hold, a_hash, secret, token, 20, 2, &again, found), 2);
+    IS(memcmp(made, found, sizeof made), 0);
+    IS(memcmp(&whole, &again, sizeof whole), 0);
+    IS(hold->refs[0] == ref[0] && hold->refs[1] == ref[1] && hold->refs[2] == 0, 1);
+    kvp_hold_end(hold);
+    IS(kvp_remove(pool, 0, made, 2), 2);
 }
 
 static void looking(kvp_pool *pool)
@@ -265,6 +292,7 @@ static void ask_wrongly(void *argument)
     by_copy(pool);
     pins(pool);
     chains();
+    tokens(pool);
     looking(pool);
     handles(pool);
     hosts(pool);
@@ -297,7 +325,7 @@ static void pin_all(void *argument)
     kvp_pool *pool = argument;
     struct kvp_hold *hold = kvp_hold_new(pool, 0, MANY);
 
-    IS(kvp_hold_pin(hold, many), KVP_E_PINS);
+    IS(kvp_hold_pin(hold, many, MANY), KVP_E_PINS);
     IS(kvp_pin_refs(pool, many, MANY), SLOTS);
     IS(many[SLOTS], 0);
     kvp_hold_end(hold);

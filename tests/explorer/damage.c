@@ -236,6 +236,8 @@ static const struct kvp_request fine = {.blocks = 16, .classes = 1, .stride = {K
         __VA_ARGS__; \
         int planned = kvp_layout_plan(&request, &layout); \
         EX_CHECK(planned == (status), "a pool with " #__VA_ARGS__ " is planned: %d", planned); \
+        uint64_t metadata[2]; \
+        IS(kvp_layout_metadata(&request, metadata), planned); \
     } while (0)
 
 static void plan_wrongly(void *none)

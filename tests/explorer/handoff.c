@@ -163,6 +163,15 @@ static void give_beside_setup(void)
 const struct ex_scenario scenario_giving_beside = {.name = "give-beside", .what = "a worker gives a segment away in which another removes a key",
                                           .setup = give_beside_setup, .check = check, .seconds = 60};
 
+/* The other's words are written back as late as can be. */
+static void give_late_setup(void)
+{
+    give_beside_setup();
+    ex_hold(giver->arena.class[0].words, giver->arena.class[0].blocks * 8ull);
+}
+const struct ex_scenario scenario_giving_late = {.name = "give-late", .what = "the same, and words are written back late",
+                                        .setup = give_late_setup, .check = check, .seconds = 60};
+
 static void put_one(void *pool)
 {
     world_put(pool, 2, 1);

@@ -215,6 +215,11 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
     return 0;
 }
 
+void kvp_prefer_huge(void *memory, uint64_t bytes)
+{
+    (void)memory, (void)bytes;
+}
+
 int kvp_mapping_unlink(const char *uri)
 {
     (void)uri;

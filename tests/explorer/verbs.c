@@ -55,7 +55,7 @@ static void pin_by_reference(void *argument)
         return;
     ex_step();
     struct kvp_hold *hold = kvp_hold_new(pool, 0, 2);
-    int64_t pinned = kvp_hold_pin(hold, ref);
+    int64_t pinned = kvp_hold_pin(hold, ref, 2);
     EX_CHECK(pinned == 2 || pinned == KVP_E_STALE || pinned == KVP_E_PINS, "a hold of two answers %lld", (long long)pinned);
     for (uint32_t k = 0; k < 2; k++) {
         EX_CHECK((hold->refs[k] != 0) == (pinned == 2), "a hold has one of two");

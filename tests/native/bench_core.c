@@ -1,6 +1,7 @@
 /* bench_core.c -- the nanosecond rows of `kvpool bench core`, and operation counts for tests/test_bench.py.
  *
- *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs
+ *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs; `alloc`, `index` or
+ *                             `handoff` instead of `rows`: a part of them
  *   bench_core growth         one count a line: operation, what grew, how many, basic blocks executed
  *
  * The bench compiles this with the C core when a source tree and a compiler are there. Every bound is sampled in turn
@@ -76,9 +77,9 @@ static void alloc_rows(kvp_pool *pool, uint32_t samples)
         reserve[i] = time_reserve(pool);
     }
     double bound = median(cas, samples);
-    row("alloc+free, hit (C)", "ns/pair", median(hit, samples), bound);
-    row("alloc+free, burst of 2048 (C)", "ns/pair", median(burst, samples), bound);
-    row("reserve+withdraw, 1 block (C)", "ns/pair", median(reserve, samples), bound);
+    row("alloc+free, hit (C)", "ns/pair", hit, samples, bound, 1);
+    row("alloc+free, burst of 2048 (C)", "ns/pair", burst, samples, bound, 1);
+    row("reserve+withdraw, 1 block (C)", "ns/pair", reserve, samples, bound, 1);
 }
 
 /* ---- match and lookup ---- */
@@ -185,11 +186,11 @@ static void find_rows(struct world *world, const char *what, uint32_t samples, i
         for (enum kind kind = MATCH; kind < KINDS; kind++)
             for (uint32_t i = start; i < start + turn; i++)
                 spent[kind][i] = sample(world, &table, kind, is_cold);
-    double bound = median(spent[RAW], samples) / 1e3;
+    double bound = median(spent[RAW], samples);
     snprintf(name, sizeof name, "match 1024 of %s, %s (C)", what, is_cold ? "cold" : "hot");
-    row(name, "us", median(spent[MATCH], samples) / 1e3, bound);
+    row(name, "us", spent[MATCH], samples, bound, 1e3);
     snprintf(name, sizeof name, "lookup 1024 of %s, %s (C)", what, is_cold ? "cold" : "hot");
-    row(name, "us", median(spent[LOOKUP], samples) / 1e3, bound);
+    row(name, "us", spent[LOOKUP], samples, bound, 1e3);
     kvp_mapping_close(&table.mapping);
 }
 
@@ -206,7 +207,6 @@ static void million_rows(uint32_t samples)
 {
     struct world *world = make_world(1000000);
 
-    alloc_rows(world->pool, samples);
     fill(world, 0);
     find_rows(world, "1e6", samples * TURN, 0);
     find_rows(world, "1e6", samples, 1);
@@ -315,7 +315,7 @@ static void handoff_row(uint32_t rounds)
         fail("cannot fork");
     play_rounds(&player, pool, line);
     waitpid(child, NULL, 0);
-    row("handoff to a spinning process (C)", "ns", median(pool, player.rounds), median(line, player.rounds));
+    row("handoff to a spinning process (C)", "ns", pool, player.rounds, median(line, player.rounds), 1);
     kvp_pool_free(player.pool);
 }
 
@@ -457,22 +457,79 @@ static void growth_lines(void)
     }
 }
 
+static void index_rows(uint32_t samples)
+{
+    small_rows(10000, "1e4", samples);
+    small_rows(100000, "1e5", samples);
+    million_rows(samples);
+}
+
+/* Two processes at once, each with its own worker: how long both together take for a pair, beside one alone. */
+static void pair_row(kvp_pool *pool, uint32_t samples)
+{
+    static double one[SAMPLES_MAX], two[SAMPLES_MAX];
+    double *theirs = mmap(NULL, sizeof one, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    struct shared *shared = mmap(NULL, KVP_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+    if (theirs == MAP_FAILED || shared == MAP_FAILED)
+        fail("no shared page");
+    for (uint32_t i = 0; i < samples; i++)
+        one[i] = time_burst(pool);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0)
+        must(kvp_pool_open(kvp_pool_uri(pool), 0, &pool), "kvp_pool_open");
+    __atomic_add_fetch(&shared->ready.co64, 1, __ATOMIC_ACQ_REL);
+    while (co_load(&shared->ready) < 2)
+        ;
+    for (uint32_t i = 0; i < samples; i++)
+        (child ? two : theirs)[i] = time_burst(pool);
+    if (child == 0) {
+        kvp_pool_free(pool);
+        _exit(0);
+    }
+    waitpid(child, NULL, 0);
+    for (uint32_t i = 0; i < samples; i++)
+        two[i] = 1 / (1 / two[i] + 1 / theirs[i]);
+    row("alloc+free, burst of 2048, two processes (C)", "ns/pair", two, samples, median(one, samples), 1);
+}
+
+static void alloc_suite(uint32_t samples)
+{
+    kvp_pool *pool = make_pool(1000000);
+
+    alloc_rows(pool, samples);
+    if (sysconf(_SC_NPROCESSORS_ONLN) > 1)
+        pair_row(pool, samples);
+    kvp_pool_free(pool);
+}
+
+static void handoff_suite(uint32_t samples)
+{
+    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
+        handoff_row(samples * TURN);
+}
+
+static const struct {
+    const char *name;
+    void (*rows)(uint32_t samples);
+} suites[] = {{"alloc", alloc_suite}, {"index", index_rows}, {"handoff", handoff_suite}};
+
 int main(int argc, char **argv)
 {
     uint32_t samples = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 0;
+    int ran = 0;
 
     if (argc == 2 && strcmp(argv[1], "growth") == 0) {
         growth_lines();
         return 0;
     }
-    if (argc != 3 || strcmp(argv[1], "rows") != 0 || samples < 1 || samples > SAMPLES_MAX / TURN) {
-        fprintf(stderr, "usage: bench_core rows SAMPLES (1 to %d) | growth\n", SAMPLES_MAX / TURN);
-        return 2;
-    }
-    small_rows(10000, "1e4", samples);
-    small_rows(100000, "1e5", samples);
-    million_rows(samples);
-    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) /* on one, a spinning process only keeps the other from running */
-        handoff_row(samples * TURN);
-    return 0;
+    for (size_t i = 0; samples && i < sizeof suites / sizeof *suites; i++)
+        if (strcmp(argv[1], "rows") == 0 || strcmp(argv[1], suites[i].name) == 0) {
+            suites[i].rows(samples < SAMPLES_MAX / TURN ? samples : SAMPLES_MAX / TURN);
+            ran = 1;
+        }
+    if (!ran)
+        fprintf(stderr, "usage: bench_core rows|alloc|index|handoff SAMPLES | growth\n");
+    return ran ? 0 : 2;
 }

@@ -29,10 +29,13 @@ static inline uint64_t mix(uint64_t value)
     return value ^ value >> 31;
 }
 
-/* Eight numbers that follow each other share a group, as the positions of a chain do. */
+/* Numbers that follow each other share a group, as siblings in a prefix tree do. So many that in the small pools of these tests
+ * some have to stand beyond the homes of their group. */
+enum { SIBLINGS = 32 };
+
 static inline struct kvp_key key_of(uint64_t id)
 {
-    return (struct kvp_key){(mix(id / 8 + 1) & UINT32_MAX) | mix(id + 77) << 32, mix(id + 1000003)};
+    return (struct kvp_key){(mix(id / SIBLINGS + 1) & UINT32_MAX) | mix(id + 77) << 32, mix(id + 1000003)};
 }
 
 static inline uint64_t payload_word(const struct kvp_key *key, uint64_t i)

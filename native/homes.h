@@ -1,0 +1,71 @@
+/* homes.h -- where a key may stand in the directory, and when an entry counts: private to directory.c and find.c. */
+#ifndef KVP_HOMES_H
+#define KVP_HOMES_H
+#include "native/handle.h"
+
+enum { GROUP = 8 }; /* keys in a row that share their homes */
+
+static inline uint64_t scale(uint32_t hash, uint64_t homes)
+{
+    return (uint64_t)hash * homes >> 32;
+}
+
+static inline uint64_t first_home(const kvp_pool *pool, const struct kvp_key *key)
+{
+    return scale((uint32_t)key->low, pool->homes);
+}
+
+/* The i-th home of a key: two of its group, then those from its own digest on. */
+static inline struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key *key, uint64_t i)
+{
+    uint64_t index;
+
+    if (i == 0)
+        index = first_home(pool, key);
+    else if (i == 1)
+        index = scale((uint32_t)key->low * 0x9e3779b1u, pool->homes);
+    else
+        index = (scale((uint32_t)(key->high * 0x9e3779b97f4a7c15u >> 32), pool->homes) + i - KVP_GROUP_HOMES) % pool->homes;
+    return pool->directory + index * KVP_HOME_ENTRIES;
+}
+
+/* How many homes a search for this key looks at. */
+static inline uint64_t homes_of(const kvp_pool *pool, const struct kvp_key *key)
+{
+    if (co_load(&pool->spilled[first_home(pool, key)]) == 0)
+        return KVP_GROUP_HOMES;
+    uint64_t depth = co_load(&pool->arena.head->depth);
+    return KVP_GROUP_HOMES + (depth < KVP_DEPTH_MAX ? depth : KVP_DEPTH_MAX);
+}
+
+static inline enum kvp_entry_state entry_state(uint64_t value)
+{
+    return (enum kvp_entry_state)(value >> 62);
+}
+
+static inline int tag_is(const kvp_pool *pool, uint32_t block, const struct kvp_key *key)
+{
+    const struct kvp_class *class = &pool->arena.class[kvp_block_class(block)];
+    const struct kvp_tag *tag = &class->tags[kvp_block_number(block)];
+
+    return co_load(&tag->low) == key->low && co_load(&tag->high) == key->high;
+}
+
+static inline int block_exists(const kvp_pool *pool, uint64_t ref)
+{
+    uint32_t c = kvp_block_class((uint32_t)ref);
+
+    return c < pool->arena.layout.classes && kvp_block_number((uint32_t)ref) < pool->arena.class[c].blocks;
+}
+
+/* Is this reference a readable publication of the whole key? The word is LIVE with the generation before the tag
+ * is read; if the block is reused after that, the generation no longer fits when it is pinned or read. */
+static inline int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_key *key)
+{
+    return block_exists(pool, ref) && kvp_ref_known(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
+}
+
+/* The reference under a key, found without haste in the homes from the `from`-th on; 0 if there is none. */
+uint64_t kvp_directory_look(const kvp_pool *pool, uint32_t class, const struct kvp_key *key, uint64_t from);
+
+#endif
