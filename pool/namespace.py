@@ -110,7 +110,7 @@ class Namespace:
         millisecond. Interruptible. Pins nothing: `match` follows.
         """
         pointer, count = key_buffer(keys)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds("timeout", timeout)
         while True:
             left = deadline - time.monotonic()
             turn_ms = int(1000 * min(max(left, 0), _TURN_S))
@@ -151,6 +151,8 @@ class Namespace:
         """
         pointer, count = key_buffer(keys)
         put, handle, number = self._core.lib.kvp_put, self.pool.handle, self.block_class
+        if timeout is not None:
+            seconds("timeout", timeout)
         sources, array, length = _pointers(buffers, count, writable=False)
         stored: int = put(handle, number, pointer, count, array, length)
         if stored < 0:  # nearly never: no clock is read, and no function made
@@ -298,8 +300,7 @@ def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bo
         how = f"{len(buffers)} buffers" if hasattr(buffers, "__len__") else repr(buffers)
         raise InvalidArgument(f"{count} keys and {how}: one buffer per key")
     try:
-        if count == 1:
-            one = ffi.from_buffer(_BYTES, buffers[0], writable)
+        if count == 1 and len(one := ffi.from_buffer(_BYTES, buffers[0], writable)):  # by far the most frequent
             return [one], ffi.new(_POINTERS, [one]), len(one)
         held = [ffi.from_buffer(_BYTES, buffer, writable) for buffer in buffers]
     except (TypeError, ValueError, BufferError) as error:
