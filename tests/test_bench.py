@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +15,7 @@ from kvpool.tools.bench import bench
 from kvpool.tools.bench_picture import picture
 from kvpool.tools.bench_suite import Effort, Report, Row, in_turn, merge
 from kvpool.tools.bench_suite_driver import DriverMissing, build_driver, run_driver
+from kvpool.tools.bench_suite_peers import MODULES, Others, Peer, find
 from kvpool.tools.bench_targets import TARGETS, judge
 
 FIELDS = {"name", "unit", "measured", "bound", "ratio", "target", "verdict", "p10", "p99"}
@@ -111,6 +113,16 @@ def test_scale_says_what_grows():
     rows = {row["name"]: row for row in json.loads(done.output)["rows"]}
     assert rows["metadata, 1e6 blocks, 64 hosts"]["ratio"] < 1.5
     assert rows["lookup of 1024 keys, 1e+04 blocks"]["ratio"] == 1
+
+
+def test_peers_that_are_absent_or_end_are_named():
+    notes: list[str] = []
+    assert set(find([sys.executable], notes)) | {note.split(":")[0] for note in notes} == set(MODULES)
+    with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
+        Peer(sys.executable, "nobody", "put", "4096")
+    others = Others({"redis": sys.executable, "iceoryx2": sys.executable}, "", notes)
+    assert others.beside("redis", "put", 4096, lambda: 1.0, 1) is None  # no server
+    assert others.beside("vLLM BlockPool", "lookup", 4096, lambda: 1.0, 1) is None  # not installed
 
 
 def test_verdicts_come_from_the_targets():
