@@ -242,7 +242,24 @@ def test_K13_a_pool_that_was_made_anew_is_not_the_old_one(make_pool, uri, identi
 
 
 def test_K14_names_of_any_form_are_found_after_a_restart(tmp_path, python, identity):
-    names = ["-1", "a.b", "a@b@-7@x.y", "0", "-0", " ", "é", "\n", "x" * 100000, "%2F", "../up", "\x00", b"\xff\x00"]
+    names = [
+        "-1",
+        "a.b",
+        "a@b@-7@x.y",
+        "a@b@-7@x.z",
+        "a@b",
+        "a",
+        "0",
+        "-0",
+        " ",
+        "é",
+        "\n",
+        "x" * 100000,
+        "%2F",
+        "../up",
+        "\x00",
+        b"\xff\x00",
+    ]
     names += [f"{-i}.{i}@{'.' * i}" for i in range(30)]
     path = f"file:{tmp_path}/pool"
     python(
