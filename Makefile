@@ -41,7 +41,7 @@ ENGINE_EXTRAS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi
 ENGINE_PIP := $(ENGINES)/bin/python -m pip -q --disable-pip-version-check
 
 test-engines: $(ENGINES)/ready
-	$(ENGINES)/bin/python -P -m pytest -q tests/engines tests/cases/test_vllm.py $(ENGINE_TESTS)
+	$(ENGINES)/bin/python -P -m pytest -q --timeout 900 tests/engines tests/cases/test_vllm.py $(ENGINE_TESTS)
 
 engines: $(ENGINES)/ready
 

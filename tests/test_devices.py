@@ -345,7 +345,7 @@ def is_running(process: int) -> bool:
 
 
 def wait_until(what):
-    for _ in range(1200):
+    for _ in range(4000):
         if what():
             return True
         time.sleep(0.05)
