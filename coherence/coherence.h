@@ -144,7 +144,7 @@ uint64_t kvp_crash_passed(void);
  * URI            memory                                               how another process opens it
  * shm:NAME       /dev/shm/kvpool.UID.NAME                             shm:NAME (?uid=N for another user's)
  * file:PATH      a file (a DAX file system included)                  file:PATH
- * memfd:         anonymous; lives as long as somebody has it open     memfd:FD (inherited), memfd:PID/FD
+ * memfd:         anonymous; lives as long as somebody has it open     memfd:FD (inherited), memfd:PID/FD?inode=N
  * hugetlb:SIZE   anonymous, huge pages of SIZE (2MiB, 1GiB)           as memfd:
  * dax:/dev/daxX.Y  the device                                         dax:/dev/daxX.Y
  * sim:NAME       /dev/shm/kvpool.UID.sim.NAME, mode sim only          sim:NAME, then kvp_mapping_attach

@@ -321,11 +321,13 @@ static int size_object(const struct kvp_uri *uri, struct kvp_mapping *out)
 
 static void describe(const struct kvp_uri *uri, struct kvp_mapping *out)
 {
+    struct stat info;
+
     out->kind = uri->kind == KVP_MAP_MEMFD && uri->huge_bytes ? KVP_MAP_HUGETLB : uri->kind;
     out->demands_huge = uri->huge_bytes != 0;
     out->is_spread = uri->interleave;
-    if (uri->kind == KVP_MAP_MEMFD || uri->kind == KVP_MAP_HUGETLB)
-        snprintf(out->uri, sizeof out->uri, "memfd:%d/%d", (int)getpid(), out->fd);
+    if ((uri->kind == KVP_MAP_MEMFD || uri->kind == KVP_MAP_HUGETLB) && fstat(out->fd, &info) == 0)
+        snprintf(out->uri, sizeof out->uri, "memfd:%d/%d?inode=%llu", (int)getpid(), out->fd, (unsigned long long)info.st_ino);
     else
         snprintf(out->uri, sizeof out->uri, "%s", uri->text);
     snprintf(out->path, sizeof out->path, "%.*s", (int)sizeof out->path - 1, uri->path);
@@ -489,6 +491,8 @@ static int open_object(const struct kvp_uri *uri, struct kvp_mapping *out)
     out->fd = uri->open_fd >= 0 ? fcntl(uri->open_fd, F_DUPFD_CLOEXEC, 3) : open(uri->path, O_RDWR | O_CLOEXEC);
     if (out->fd < 0 || fstat(out->fd, &info))
         return kvp_fail_errno("cannot open", uri->open_fd >= 0 ? uri->text : uri->path);
+    if (uri->inode && (uint64_t)info.st_ino != uri->inode)
+        return kvp_fail(KVP_E_NOTFOUND, "the pool of %s is gone: that descriptor is something else now", uri->text);
     if (!S_ISREG(info.st_mode))
         return kvp_fail(KVP_E_FOREIGN, "%s is not a file", uri->text);
     out->bytes = (uint64_t)info.st_size;

@@ -54,6 +54,8 @@ static int parse_option(char *option, struct kvp_uri *out, uint64_t *uid)
     }
     if (strcmp(option, "uid") == 0)
         return parse_number(text, 10, UINT32_MAX, uid);
+    if (strcmp(option, "inode") == 0)
+        return parse_number(text, 10, UINT64_MAX, &out->inode);
     if (strcmp(option, "seed") == 0)
         return out->has_seed = parse_number(text, 10, INT64_MAX, &out->seed);
     if (strcmp(option, "events") == 0)
@@ -73,7 +75,9 @@ static int parse_options(char *options, struct kvp_uri *out, uint64_t *uid)
     for (char *option = strtok_r(options, "&", &save); option; option = strtok_r(NULL, "&", &save))
         if (!parse_option(option, out, uid))
             return kvp_fail(KVP_E_INVALID, "unknown option '%s': mode=0660, uid=N, node=N, interleave=0,1, hugepage=2M exist, "
-                            "and of sim: seed=N, events=N", option);
+                            "of sim: seed=N, events=N, and of memfd:PID/FD inode=N", option);
+    if (out->inode && strncmp(out->text, "memfd:", 6) != 0)
+        return kvp_fail(KVP_E_INVALID, "inode=N is an option of memfd:PID/FD only");
     if ((out->has_seed || out->has_events) && strncmp(out->text, "sim:", 4) != 0)
         return kvp_fail(KVP_E_INVALID, "seed=N and events=N are options of sim: only");
     if (out->huge_bytes && (strncmp(out->text, "sim:", 4) == 0 || strncmp(out->text, "hugetlb:", 8) == 0))
@@ -178,6 +182,8 @@ int kvp_uri_parse(const char *text, struct kvp_uri *out)
             return status;
         if (uid != (uint64_t)getuid())
             snprintf(out->text, sizeof out->text, "%.480s?uid=%llu", copy, (unsigned long long)uid);
+        if (out->inode)
+            snprintf(out->text, sizeof out->text, "%.480s?inode=%llu", copy, (unsigned long long)out->inode);
     }
     char *rest = strchr(copy, ':');
     if (rest) {

@@ -348,6 +348,18 @@ def test_N18_old_handles_do_not_reach_a_new_pool_at_the_same_place(identity, uri
         del pool, ns
 
 
+def test_N18_an_address_of_anonymous_memory_does_not_reach_another_pool():
+    """Numbers of processes and descriptors are used again."""
+    with kvpool.create("memfd:", blocks=64, block="4KiB") as old:
+        address = old.uri
+        with kvpool.open(address) as again:
+            assert again.uri == address
+    with kvpool.create("memfd:", blocks=64, block="4KiB") as new:
+        reused = f"{new.uri.partition('?')[0]}?{address.partition('?')[2]}"
+        with pytest.raises(kvpool.NotFound, match="is gone"):
+            kvpool.open(reused)
+
+
 @pytest.mark.parametrize("way", ["get_into", "get_into_parts", "match", "pin"])
 def test_N19_a_slow_read_ends_right_or_as_a_miss(make_pool, identity, way):
     """Large blocks are read while others evict and reuse them all the time."""
