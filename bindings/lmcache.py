@@ -145,6 +145,7 @@ class PoolClient:
         for _, hit in held.values():
             hit.release()
         self.door.close()
+        self._objects = None  # with which the memory of the pool goes
         os.close(self._event)
 
     # ---- submitting ----

@@ -284,8 +284,9 @@ class PoolStorage(HiCacheStorage):
             self._opened(pool)
 
     def close(self) -> None:
-        """Leave the pool. Idempotent."""
+        """Leave the pool, and let go of its memory. Idempotent."""
         self.door.close()
+        self._namespaces = {}
 
 
 def _before(extra_info: Any) -> list[str]:

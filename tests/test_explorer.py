@@ -32,6 +32,8 @@ ENDING = {
 ENDING |= {"remove-pool", "remove-used", "remove-silent", "cut-off", "watch-remote"}
 ALONE = {"arguments", "pin-all", "lru", "fifo", "lfu", "leaf", "damage", "open-damaged", "plan"}  # one worker, one run
 LONG = {"make", "remake", "class-lost", "class-lost-two", "class-moved", "class-race", "class-unpinned", "crowded"}
+# Two threads that must stop at one place each: few preemptions, all of them.
+NARROW = {"late-maker": ("pb=3", "ev=0", "prune", "ladder", "runs=20000")}
 LONG_OPTIONS = ("random=5000", "pb=99", "ev=99")  # of runs of thousands of steps a search would see the ends only
 SCHEDULES_MIN = 1_000_000
 COVERAGE_MIN = 0.95  # of the lines of the C core
@@ -44,6 +46,8 @@ def ends(name: str) -> bool:
 
 
 def options(name: str) -> tuple[str, ...]:
+    if name in NARROW:
+        return NARROW[name]
     return LONG_OPTIONS if name in LONG else (f"runs={2_000_000 if ends(name) else RUNS}",)
 
 

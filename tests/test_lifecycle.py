@@ -373,32 +373,28 @@ def test_of_two_creators_one_wins(uri, start):
     assert said == ["exists\n"] * 3 + ["made\n"]
 
 
-def unused(names):
-    """Those that no process maps: other tests may run at the same time."""
-    used = []
-    for maps in pathlib.Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            used.append(maps.read_text())
-    return {name for name in names if not any(name in text for text in used)}
-
-
 @pytest.mark.racks("sim-1", "sim-4")
-def test_a_creator_that_comes_too_late_leaves_nothing(uri, rack, start):
+def test_a_creator_that_comes_too_late_leaves_nothing(rack, container):
     """The name is taken only at the end: who loses it there has memory of its host to give back."""
-    before = set(os.listdir("/dev/shm"))
-    body = """
+    said = container(
+        512,
+        f"""
+        rack = Rack({rack.name!r})
+        uri, made, go, told = rack.uri("late"), threading.Event(), threading.Event(), []
         def wait(done, total):
-            say("made"), sys.stdin.readline()
-        try:
-            rack.create_alone(sys.argv[1], "4MiB", progress=wait)
-        except kvpool.Exists:
-            say("exists")
-    """
-    late = start(body, uri)
-    assert late.stdout.readline() == "made\n"
-    with rack.create_alone(uri, "4MiB"):
-        late.stdin.write("\n")
-        late.stdin.flush()
-        assert late.stdout.readline() == "exists\n"
-    kvpool.remove(uri, force=True)
-    assert eventually(lambda: not unused(set(os.listdir("/dev/shm")) - before))
+            made.set(), go.wait(60)
+        def late():
+            try:
+                rack.create_alone(uri, "4MiB", progress=wait)
+            except kvpool.Exists:
+                told.append("exists")
+        thread = threading.Thread(target=late)
+        thread.start()
+        made.wait(60)
+        with rack.create_alone(uri, "4MiB"):
+            go.set(), thread.join(60)
+        kvpool.remove(uri, force=True)
+        say(told, os.listdir("/dev/shm"))
+        """,
+    )
+    assert said == "['exists'] []\n"

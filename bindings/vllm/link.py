@@ -115,5 +115,6 @@ class PoolLink:
         return self._memory
 
     def close(self) -> None:
-        """Leave the pool. Idempotent."""
+        """Leave the pool, and let go of its memory. Idempotent."""
         self._door.close()
+        self._namespaces = []

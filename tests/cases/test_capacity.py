@@ -129,10 +129,12 @@ def test_P05_sixty_four_megabytes_of_shm_say_what_to_do(container):
         command = [sys.executable, "-P", "-m", "kvpool.tools.main", "create", "shm:x", "--size", "1GiB"]
         done = subprocess.run(command, capture_output=True, text=True)
         say(done.returncode > 0, "missing" in done.stderr, "memfd:" in done.stderr, len(done.stderr.splitlines()) < 4)
+        command = [sys.executable, "-P", "-m", "kvpool.tools.main", "doctor"]
+        say("64 MiB of 64 MiB free" in subprocess.run(command, capture_output=True, text=True).stdout)
         """,
     )
     assert "False" not in out
-    assert len(out.split()) == 7
+    assert len(out.split()) == 8
 
 
 def test_P06_evicting_more_than_there_is_stops_when_it_is_empty(pool, ns):

@@ -8,7 +8,7 @@ enum place { AWAY, AT_IT, SETTLED };
 /* What the threads tell each other, past the pool: the oracle's state. */
 static struct ghost {
     kvp_pool *pool[RIVALS]; /* what each has made, or opened */
-    uint8_t place[RIVALS], looks, made, beaten, created[RIVALS];
+    uint8_t place[RIVALS], looks, made, beaten, created[RIVALS], elected;
 } *const ghost = (struct ghost *)(void *)ex_ghost;
 
 static void prepare(void)
@@ -54,11 +54,11 @@ static void use_and_check(void *none)
     world_check_here(pool);
 }
 
-static void two_makers(void)
+static void two_makers(void (*second)(void *none))
 {
     prepare();
-    for (int machine = 0; machine < RIVALS; machine++)
-        world_spawn_machine(machine, make_against_rival, 0);
+    world_spawn_machine(0, make_against_rival, 0);
+    world_spawn_machine(1, second, 0);
     for (int machine = 0; machine < RIVALS; machine++)
         world_spawn_machine(machine, use_and_check, EX_LAST);
 }
@@ -76,7 +76,7 @@ static void wait_for_rival(void)
 
 static void two_makers_setup(void)
 {
-    two_makers();
+    two_makers(make_against_rival);
     world_slept = wait_for_rival;
 }
 const struct ex_scenario scenario_two_makers = {.name = "two-makers", .what = "two machines make a pool on one device at once",
@@ -94,11 +94,21 @@ static void let_rival_settle(void)
     while (ghost->place[rival] == AT_IT && !(ex_died() >> 16 & 1u << rival))
         ex_spin();
     ghost->place[me] = AT_IT;
+    ghost->elected |= (uint8_t)(1 << me);
+    ex_wake();
+}
+
+/* It looks at the device while the first, whose pause has ended, formats it. */
+static void make_late(void *none)
+{
+    while (!(ghost->elected & 1))
+        ex_spin();
+    make_against_rival(none);
 }
 
 static void late_maker_setup(void)
 {
-    two_makers();
+    two_makers(make_late);
     world_slept = let_rival_settle;
 }
 const struct ex_scenario scenario_late_maker = {.name = "late-maker", .what = "a machine makes a pool on a device while another one is at it",
