@@ -42,8 +42,8 @@ def undone(folder: Path, row: dict[str, str]) -> bool:
         return False
     path.write_text(text.replace(row["old"], row["new"]))
     if path.suffix in (".c", ".h"):
-        setup = folder / "setup.py"  # of one mode: the tests in question are of one machine
-        setup.write_text(setup.read_text().replace('("coherent", "noncoherent", "sim")', '("coherent",)'))
+        setup, mode = folder / "setup.py", row.get("mode", "coherent")  # one build: most tests are of one machine
+        setup.write_text(setup.read_text().replace('("coherent", "noncoherent", "sim")', f'("{mode}",)'))
         build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         subprocess.run(build, cwd=folder, check=True, capture_output=True)
     return True
