@@ -42,8 +42,9 @@ def undone(folder: Path, row: dict[str, str]) -> bool:
         return False
     path.write_text(text.replace(row["old"], row["new"]))
     if path.suffix in (".c", ".h"):
-        setup = folder / "setup.py"  # of one mode: the tests in question are of one machine
-        setup.write_text(setup.read_text().replace('("coherent", "noncoherent", "sim")', '("coherent",)'))
+        setup = folder / "setup.py"  # of one mode: nearly all tests in question are of one machine
+        mode = f'("{row.get("mode", "coherent")}",)'
+        setup.write_text(setup.read_text().replace('("coherent", "noncoherent", "sim")', mode))
         build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         subprocess.run(build, cwd=folder, check=True, capture_output=True)
     return True
@@ -66,7 +67,8 @@ def main(chosen: list[str]) -> int:
     changes: dict[tuple[str, ...], list[dict[str, str]]] = {}  # one build for all cases that a change undoes
     for row in rows:
         if not chosen or row["case"] in chosen:
-            changes.setdefault((row["file"], row["old"], row["new"]), []).append(row)
+            change = row["file"], row["old"], row["new"], row.get("mode", "")
+            changes.setdefault(change, []).append(row)
     wrong = 0
     for same in changes.values():
         with tempfile.TemporaryDirectory() as folder:
