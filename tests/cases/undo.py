@@ -1,6 +1,6 @@
 """Undo what keeps a case, and see its test fail: a row of undo.toml is a place in the source, and what is put there.
 
-A row may say which `tests` of which `files` are to fail, where they do not carry the id, and in which `mode` C is built.
+A row may say which `tests` of which `files` are to fail, if they do not carry the id, and in which `mode` C is built.
 
 python tests/cases/undo.py            all rows (a build for each that is in C: some minutes)
 python tests/cases/undo.py L08 M05    those of some cases
