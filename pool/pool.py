@@ -58,6 +58,7 @@ class Rows(dict[int, "NDArray[np.uint8]"]):
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
         self._by_number: dict[int, NDArray[np.uint8]] = {}
+        self._most = min(4 * len(array), _ROWS_MAX)
 
     def __missing__(self, ref: int) -> NDArray[np.uint8]:
         if not ref:
@@ -68,7 +69,7 @@ class Rows(dict[int, "NDArray[np.uint8]"]):
             row = self._array[number]
             if len(self._by_number) < _ROWS_MAX:
                 self._by_number[number] = row
-        if len(self) >= _ROWS_MAX:
+        if len(self) >= self._most:
             self.clear()  # of publications that are long over
         self[ref] = row
         return row

@@ -200,8 +200,11 @@ def test_P09_a_wait_for_room_ends_and_can_be_interrupted(pool, ns, uri, start):
 
 
 def test_P10_many_loads_that_cannot_all_have_room_all_end(make_pool, identity):
-    """Thirty-two want eight blocks each of forty: all or nothing, so none keeps some while it waits for the rest."""
-    pool = make_pool(blocks=40)
+    """Thirty-two want eight blocks each of forty-four: all or nothing, so none keeps some while it waits for the rest.
+
+    Four are over when five have theirs: who finds only those gives them back.
+    """
+    pool = make_pool(blocks=44)
     ns, done = pool.namespace(identity), []
 
     def load(number):

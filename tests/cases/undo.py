@@ -1,5 +1,7 @@
 """Undo what keeps a case, and see its test fail: a row of undo.toml is a place in the source, and what is put there.
 
+A row may say which `tests` of which `files` are to fail, if they do not carry the id, and in which `mode` C is built.
+
 python tests/cases/undo.py            all rows (a build for each that is in C: some minutes)
 python tests/cases/undo.py L08 M05    those of some cases
 """
@@ -66,7 +68,8 @@ def main(chosen: list[str]) -> int:
     changes: dict[tuple[str, ...], list[dict[str, str]]] = {}  # one build for all cases that a change undoes
     for row in rows:
         if not chosen or row["case"] in chosen:
-            changes.setdefault((row["file"], row["old"], row["new"]), []).append(row)
+            change = row["file"], row["old"], row["new"], row.get("mode", "")
+            changes.setdefault(change, []).append(row)
     wrong = 0
     for same in changes.values():
         with tempfile.TemporaryDirectory() as folder:
