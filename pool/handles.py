@@ -143,7 +143,7 @@ class Hit:
         if self._raw is None:
             self._raw = _bytes_of(made[1], self.count)
         self.held = None
-        self._pool.clear(made[0])
+        self._pool.clear_hold(made[0])
         if len(self._spares) < _SPARES_MAX:
             self._spares.append(made)
 

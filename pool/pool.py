@@ -97,7 +97,7 @@ class Pool:
         """The blocks of each class by reference, as read-only bytes. For `Hit`."""
         self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
         """Empty holds of each class and size, and where their references begin. For `Hit`."""
-        self.clear = core.lib.kvp_hold_clear
+        self.clear_hold = core.lib.kvp_hold_clear
         """For `Hit`."""
         self._answers = Answers()
 

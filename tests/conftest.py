@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -291,6 +292,34 @@ def said(process, seconds=60):
     assert process.returncode == 0, err
     assert "ignored" not in err, err
     return out
+
+
+@pytest.fixture
+def client_of(uri):
+    """Clients of LMCache's second level, on the pool of this test; closed at its end."""
+    from kvpool.bindings.lmcache import PoolClient  # few tests need it
+
+    made = []
+
+    def client(**options):
+        made.append(PoolClient(uri, **{"revision": "1", "dtype": "bfloat16", "chunk_tokens": 256, **options}))
+        return made[-1]
+
+    yield client
+    for each in made:
+        each.close()
+
+
+def completion(client, number, seconds=30):
+    """Of a batch that was submitted to such a client, after waiting on its event: ok, error, one bool per key."""
+    found = []
+
+    def look():
+        select.select([client.event_fd()], [], [], 5)
+        found.extend(client.drain_completions())
+        return [each for each in found if each[0] == number]
+
+    return eventually(look, seconds)[0][1:]
 
 
 @pytest.fixture

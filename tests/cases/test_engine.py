@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import signal
 
 import numpy as np
 import pytest
-from conftest import eventually, fill
+from conftest import completion, eventually, fill
 
 import kvpool
 from kvpool.bindings.door import Door
@@ -17,29 +16,9 @@ from kvpool.bindings.lmcache import PoolClient
 STATED = {"revision": "1", "dtype": "bfloat16", "chunk_tokens": 256}
 
 
-@pytest.fixture
-def client_of(pool, uri):
-    made = []
-
-    def client(**options):
-        made.append(PoolClient(uri, **{**STATED, **options}))
-        return made[-1]
-
-    yield client
-    for each in made:
-        each.close()
-
-
 def ask(client, verb, *arguments):
     """One batch: whether all went well, and what became of each of it."""
-    number, found = getattr(client, f"submit_batch_{verb}")(*arguments), []
-
-    def look():
-        select.select([client.event_fd()], [], [], 5)
-        found.extend(client.drain_completions())
-        return [each for each in found if each[0] == number]
-
-    _, ok, _, each = eventually(look, 30)[0]
+    ok, _, each = completion(client, getattr(client, f"submit_batch_{verb}")(*arguments))
     return ok, each
 
 
@@ -157,7 +136,7 @@ def test_E12_what_is_told_to_be_there_is_what_the_pool_has(client_of, pool, uri)
 # ---- our own ----
 
 
-def test_EX1_a_batch_that_raises_is_answered_too(client_of):
+def test_EX1_a_batch_that_raises_is_answered_too(client_of, pool):
     """An engine waits for each completion: one that cannot be is told as failed, and the next goes on."""
     client = client_of()
     for wrong in ([np.zeros(5, np.uint8)], [object()] * 2, ["text"] * 2, [np.zeros((8, 8))[:, ::2]] * 2):

@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import stat
 
 import numpy as np
 import pytest
-from conftest import eventually, fill, payload
+from conftest import completion, eventually, fill, payload
 
 import kvpool
 from kvpool.bindings.door import Door
-from kvpool.bindings.lmcache import PoolClient
 
 STATED = {"revision": "1", "dtype": "bfloat16", "chunk_tokens": 256}
 
 
-@pytest.fixture
-def client_of(uri):
-    made = []
-
-    def client(**options):
-        made.append(PoolClient(uri, **{**STATED, **options}))
-        return made[-1]
-
-    yield client
-    for each in made:
-        each.close()
-
-
 def ask(client, verb, *arguments):
     """One batch, and what became of each of it."""
-    number, found = getattr(client, f"submit_batch_{verb}")(*arguments), []
-
-    def look():
-        select.select([client.event_fd()], [], [], 5)
-        found.extend(client.drain_completions())
-        return [each for each in found if each[0] == number]
-
-    return eventually(look, 30)[0][3]
+    return completion(client, getattr(client, f"submit_batch_{verb}")(*arguments))[2]
 
 
 def test_I01_a_tenant_is_carried_to_every_call_of_a_connector(pool, client_of):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import select
 
 import numpy as np
 import pytest
-from conftest import eventually, fill, payload
+from conftest import completion, eventually, fill, payload
 
 import kvpool
 from kvpool.bindings.door import Door, class_for
@@ -136,14 +135,7 @@ def ask(pool, uri):
     client = PoolClient(uri, revision="1", dtype="bfloat16", chunk_tokens=256, hold_seconds=0)
 
     def batch(verb, *arguments):
-        number, found = getattr(client, f"submit_batch_{verb}")(*arguments), []
-
-        def look():
-            select.select([client.event_fd()], [], [], 5)
-            found.extend(client.drain_completions())
-            return [each for each in found if each[0] == number]
-
-        return eventually(look, 30)[0][3]
+        return completion(client, getattr(client, f"submit_batch_{verb}")(*arguments))[2]
 
     yield batch
     client.close()

@@ -11,7 +11,7 @@ import textwrap
 
 import numpy as np
 import pytest
-from conftest import eventually
+from conftest import completion, eventually
 
 import kvpool
 from kvpool.bindings.lmcache import PoolClient
@@ -20,52 +20,26 @@ STATED = {"revision": "1", "dtype": "bfloat16", "chunk_tokens": 256}
 
 
 @pytest.fixture
-def client_of(uri):
-    made = []
-
-    def client(**options):
-        made.append(PoolClient(uri, **{**STATED, **options}))
-        return made[-1]
-
-    yield client
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
 def client(pool, client_of):
     return client_of()
 
 
-def answer(client, number):
-    """The completion of a submission, after waiting on the event."""
-    found = []
-
-    def look():
-        select.select([client.event_fd()], [], [], 5)
-        found.extend(client.drain_completions())
-        return [each for each in found if each[0] == number]
-
-    assert eventually(look, 20)
-    return next(each for each in found if each[0] == number)[1:]
-
-
 def put(client, keys, arrays):
-    return answer(client, client.submit_batch_set(keys, arrays))
+    return completion(client, client.submit_batch_set(keys, arrays))
 
 
 def get(client, keys, sizes):
     buffers = [np.zeros(size, np.uint8) for size in sizes]
-    ok, error, each = answer(client, client.submit_batch_get(keys, buffers))
+    ok, error, each = completion(client, client.submit_batch_get(keys, buffers))
     return ok, error, each, buffers
 
 
 def exists(client, keys):
-    return answer(client, client.submit_batch_exists(keys))[2]
+    return completion(client, client.submit_batch_exists(keys))[2]
 
 
 def delete(client, keys):
-    return answer(client, client.submit_batch_delete(keys))[2]
+    return completion(client, client.submit_batch_delete(keys))[2]
 
 
 def random(size, seed=0):
@@ -112,7 +86,7 @@ def test_views_as_lmcache_hands_them_in(client):
     source, target = (ctypes.c_ubyte * 5000)(*([7] * 5000)), (ctypes.c_ubyte * 5000)()
     assert memoryview(source).format == "<B"
     assert put(client, KEYS[:1], [memoryview(source)])[0]
-    assert answer(client, client.submit_batch_get(KEYS[:1], [memoryview(target)]))[0]
+    assert completion(client, client.submit_batch_get(KEYS[:1], [memoryview(target)]))[0]
     assert bytes(target) == bytes(source)
 
 
@@ -208,7 +182,7 @@ def test_a_pool_that_is_made_anew_is_opened_again(client, pool, uri, make_pool, 
 
 def test_batches_that_cannot_be_are_completed_too(client):
     number = client.submit_batch_set(KEYS[:2], [random(10)])
-    ok, error, each = answer(client, number)
+    ok, error, each = completion(client, number)
     assert not ok
     assert "InvalidArgument" in error
     assert each == [False, False]
