@@ -227,11 +227,12 @@ def test_clock_steps_and_suspends_change_nothing(make_hosts, shim):
 
 def test_a_host_that_slept_looks_for_a_fence(make_hosts, shim):
     """While its beat is on time it does not look; the clock that counts sleep tells it that it is late."""
-    hosts = make_hosts(2, "noncoherent", lease=60)
+    hosts = make_hosts(3, "noncoherent", lease=60)
     fill(hosts.ns(0), hosts.chain(1))
     child = hosts.child(1, STEPS, env=shim)
     assert child.hears() == "ready"
-    patch(hosts.uri, slot(0, ADOPTED + 8 * 1), 1 << 2 | 2)  # host 0 adopts incarnation 1 of host 1: decided
+    # Host 2 adopts incarnation 1 of host 1: decided. Nobody is host 2: one that runs would go on and take the blocks.
+    patch(hosts.uri, slot(2, ADOPTED + 8 * 1), 1 << 2 | 2)
     child.go_on()
     for _ in range(2):
         assert child.hears() == "8 True"

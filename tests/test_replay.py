@@ -366,8 +366,14 @@ def test_a_worker_that_dies_ends_the_replay(tmp_path, uri):
     process = subprocess.Popen([*COMMAND, path, "--uri", uri, "--workers", "2"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
 
+    def is_worker(child):
+        try:
+            return "spawn_main" in " ".join(child.cmdline())
+        except psutil.NoSuchProcess:  # a helper that ended between the list and the question, zombies included
+            return False
+
     def workers():
-        return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        return list(filter(is_worker, psutil.Process(process.pid).children()))
 
     assert eventually(lambda: len(workers()) == 2, 20)
     workers()[0].kill()
