@@ -371,8 +371,9 @@ uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, u
 int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
 /* A reservation ends without a publication: what was written through views leaves our cache, and is fenced. */
 void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
-/* Note that a block is probably FREE. */
+/* Note that a block, or those of one hint word that `bits` names, are probably FREE. */
 void kvp_set_hint(struct kvp_class *class, uint32_t number);
+void kvp_set_hints(struct kvp_class *class, uint32_t at, uint64_t bits);
 /* Return every magazine to the common stock. */
 void kvp_spill(struct kvp_arena *arena);
 /* The reference that a block will have once published. RANGE, NOTOWNED. */

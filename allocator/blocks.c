@@ -5,7 +5,7 @@
 
 /* Set with OR, never added: a bit that is already set would carry into its neighbour. The summary follows the hints, so that
  * who sees the summary bit finds them. */
-static void set_hints(struct kvp_class *class, uint32_t at, uint64_t bits)
+void kvp_set_hints(struct kvp_class *class, uint32_t at, uint64_t bits)
 {
     co_or(&class->hints[at], bits);
     co_or(&class->summary[at / 64], 1ull << at % 64);
@@ -13,7 +13,7 @@ static void set_hints(struct kvp_class *class, uint32_t at, uint64_t bits)
 
 void kvp_set_hint(struct kvp_class *class, uint32_t number)
 {
-    set_hints(class, number / 64, 1ull << number % 64);
+    kvp_set_hints(class, number / 64, 1ull << number % 64);
 }
 
 /* From CACHED(self) to OWN(self): by addition, since each waits for the store of the one before, and a pair is nothing else. */
@@ -53,7 +53,7 @@ static uint32_t release_run(struct kvp_class *class, const uint32_t *numbers, ui
         KVP_CRASH_POINT("free.before_hint");
         bits |= 1ull << numbers[done] % 64;
     }
-    set_hints(class, at, bits);
+    kvp_set_hints(class, at, bits);
     return done;
 }
 

@@ -6,16 +6,10 @@
 #include <stdio.h>
 #include <time.h>
 
-static int hint_missing(const struct kvp_class *class, uint32_t number)
+/* Blocks of one hint word whose hints are missing, or not to be found by the summary. */
+static uint64_t hints_missing(const struct kvp_class *class, uint32_t at, uint64_t bits)
 {
-    return !(co_load(&class->hints[number / 64]) >> number % 64 & 1) ||
-           !(co_load(&class->summary[number / 64 / 64]) >> number / 64 % 64 & 1);
-}
-
-static void hint_again(struct kvp_class *class, uint32_t number)
-{
-    if (hint_missing(class, number)) /* a look first: recovery passes all free blocks, and others use these lines */
-        kvp_set_hint(class, number);
+    return co_load(&class->summary[at / 64]) >> at % 64 & 1 ? bits & ~co_load(&class->hints[at]) : bits;
 }
 
 /* Free one block of the dead, or undo its eviction. CAS from the seen value: a recovery that was interrupted
@@ -36,7 +30,6 @@ static int put_back(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64
     if (!nc_cas(&class->words[number], &word, kvp_word(kvp_word_generation(word) + 1, 0, KVP_FREE)))
         return 0;
     KVP_CRASH_POINT("recover.freed");
-    hint_again(class, number);
     return 1;
 }
 
@@ -47,15 +40,15 @@ static inline int is_held(uint64_t word, uint32_t dead)
     return kvp_word_who(word) == dead && (states >> kvp_word_state(word) & 1);
 }
 
-/* Are all 8 words of a line LIVE? Nearly all lines are so. */
-static inline int is_line_live(const nc_u64 *line)
+/* Do the 8 words of a line say the same as the first, but for their generations? Nearly all lines do: LIVE, or FREE. */
+static inline int is_line_even(const nc_u64 *line, uint64_t first)
 {
     uint64_t others = 0;
 
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        others |= nc_load(&line[i]) ^ (uint64_t)KVP_LIVE;
-    return kvp_word_state(others) == 0;
+    for (int i = 1; i < 8; i++)
+        others |= nc_load(&line[i]) ^ first;
+    return (uint16_t)others == 0;
 }
 
 /* Which of the words from `first` to `end`, 64 at most, are FREE, and which does the dead hold? Of words of other hosts none:
@@ -66,16 +59,20 @@ static void survey(const struct kvp_arena *arena, uint32_t c, uint32_t first, ui
     const nc_u64 *words = arena->class[c].words;
 
     *free = *held = 0;
-    for (uint32_t number = first; number < end; number++) {
-        if (!KVP_MANY_HOSTS && number % 8 == 0 && end - number >= 8 && is_line_live(&words[number])) {
-            number += 7;
+    for (uint32_t line = first, next; line < end; line = next) {
+        next = end - line < 8 ? end : line + 8;
+        if (!kvp_is_ours(arena, c, line)) /* a line has one host */
             continue;
+        uint64_t word = nc_load(&words[line]);
+        /* What the first word said goes for all, or each is asked. */
+        uint32_t step = next - line == 8 && is_line_even(&words[line], word) ? 8 : 1;
+        uint64_t bits = ((1ull << step) - 1) << line % 64;
+        for (uint32_t number = line; number < next; number += step, bits <<= step) {
+            if (number > line)
+                word = nc_load(&words[number]);
+            *free |= kvp_word_state(word) == KVP_FREE ? bits : 0;
+            *held |= is_held(word, dead) ? bits : 0;
         }
-        if (!kvp_is_ours(arena, c, number))
-            continue;
-        uint64_t word = nc_load(&words[number]), bit = 1ull << number % 64;
-        *free |= kvp_word_state(word) == KVP_FREE ? bit : 0;
-        *held |= is_held(word, dead) ? bit : 0;
     }
 }
 
@@ -87,17 +84,16 @@ static uint64_t recover_words(struct kvp_arena *arena, uint32_t c, uint32_t firs
     uint64_t free, held, freed = 0;
 
     survey(arena, c, first, end, dead, &free, &held);
-    if (free && !(co_load(&class->summary[first / 64 / 64]) >> first / 64 % 64 & 1))
-        hint_again(class, first + (uint32_t)__builtin_ctzll(free));
-    for (free &= ~co_load(&class->hints[first / 64]); free; free &= free - 1)
-        hint_again(class, first + (uint32_t)__builtin_ctzll(free));
     for (; held; held &= held - 1) {
         uint32_t number = first + (uint32_t)__builtin_ctzll(held);
         uint64_t word = nc_load(&class->words[number]);
-        if (is_held(word, dead)) /* still: of a dead that called exec another thread may run */
-            freed += (uint64_t)put_back(arena, c, number, word);
+        if (is_held(word, dead) && put_back(arena, c, number, word)) /* still: of a dead that called exec a thread may run */
+            freed |= held & -held;
     }
-    return freed;
+    /* A look first: recovery passes all free blocks, and others use these lines. */
+    if (hints_missing(class, first / 64, free | freed))
+        kvp_set_hints(class, first / 64, free | freed);
+    return (uint64_t)__builtin_popcountll(freed);
 }
 
 static uint64_t recover_class(struct kvp_arena *arena, uint32_t c, uint32_t dead)
@@ -219,7 +215,7 @@ static const char *word_problem(const struct kvp_arena *arena, uint32_t c, uint3
         return "a block lies in a segment that its class does not hold";
     if (absent == 0 && state == KVP_ABSENT)
         return "a block of a held segment is absent";
-    if (state == KVP_FREE && hint_missing(&arena->class[c], number))
+    if (state == KVP_FREE && hints_missing(&arena->class[c], number / 64, 1ull << number % 64))
         return "a free block has no hint";
     return NULL;
 }

@@ -27,6 +27,8 @@ C_ROWS = {
     "handoff to a spinning process (C)",
     "handoff to a sleeping process (C)",
     "publication that nobody waits for, the look (C)",
+    "recovery, SIGKILL to detected, 1e6 blocks, 1 GiB (C)",
+    "recovery, SIGKILL to reusable, 1e6 blocks, 1 GiB (C)",
 } | {
     f"{verb} 1024 of {where} (C)"
     for verb in ("match", "lookup")
@@ -38,8 +40,7 @@ PYTHON_ROWS = (
         "alloc+free, 1 block (Python)",
         "alloc+free, batch of 64 (Python)",
         "hash+match of 16384 tokens, 1e6 entries (Python)",
-        "recovery, SIGKILL to detected, 1e6 blocks",
-        "recovery, SIGKILL to reusable, 1e6 blocks",
+        "recovery of a Python worker, 1e6 blocks, to the end of its interpreter",
     }
     | {
         name
@@ -128,7 +129,7 @@ def test_peers_that_are_absent_or_end_are_named():
 def test_verdicts_come_from_the_targets():
     rows = [Row.of("alloc+free, hit (C)", "ns", 3.0, 2.0), Row.of("put, 2 MiB (Python)", "us", 1.0, 1.0)]
     rows += [
-        Row.of("recovery, SIGKILL to detected, 1e6 blocks", "us, 2 MiB pages", 150.0, 1.0),
+        Row.of("recovery, SIGKILL to detected, 1e6 blocks, 1 GiB (C)", "us", 150.0, 1.0),
         Row.of("else", "s", 1, 1),
     ]
     assert [row.verdict for row in judge(rows)] == ["missed", "met", "met (us)", "measured"]

@@ -299,10 +299,11 @@ def handoff(effort: Effort) -> Report:
 
 def recovery(effort: Effort) -> Report:
     """From a kill to the reuse of what the dead held."""
+    report = driver_rows(effort, "recovery")
     world = make_world(MILLION)
-    rows = recovery_rows(world.pool, effort)
+    report.rows += recovery_rows(world.pool, effort)
     world.pool.close()
-    return Report(rows)
+    return report
 
 
 def run(effort: Effort) -> Report:

@@ -56,7 +56,7 @@ def run_driver(program: Path, *arguments: str) -> list[list[str]]:
 
 
 def driver_rows(effort: Effort, part: str = "rows") -> Report:
-    """The rows marked (C), all or those of a part (alloc, index, handoff), or the reason why there are none."""
+    """The rows marked (C), or the reason why there are none: all, or of alloc, index, handoff or recovery alone."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
         try:
             program = build_driver(Path(folder))

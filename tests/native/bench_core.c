@@ -1,7 +1,7 @@
 /* bench_core.c -- the nanosecond rows of `kvpool bench core`, and operation counts for tests/test_bench.py.
  *
- *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs; `alloc`, `index` or
- *                             `handoff` instead of `rows`: a part of them
+ *   bench_core rows SAMPLES   one row a line: name, unit, measured, bound, separated by tabs; `alloc`, `index`,
+ *                             `handoff` or `recovery` instead of `rows`: a part of them
  *   bench_core growth         one count a line: operation, what grew, how many, basic blocks executed
  *
  * The bench compiles this with the C core when a source tree and a compiler are there. Every bound is sampled in turn
@@ -9,6 +9,7 @@
  */
 #define _GNU_SOURCE
 #include "bench_handoff.h"
+#include "bench_recovery.h"
 
 /* ---- alloc and free ---- */
 
@@ -405,13 +406,16 @@ static void alloc_suite(uint32_t samples)
 static const struct {
     const char *name;
     void (*rows)(uint32_t samples);
-} suites[] = {{"alloc", alloc_suite}, {"index", index_rows}, {"handoff", handoff_suite}};
+} suites[] = {{"alloc", alloc_suite}, {"index", index_rows}, {"handoff", handoff_suite},
+            {"recovery", recovery_suite}};
 
 int main(int argc, char **argv)
 {
     uint32_t samples = argc > 2 ? (uint32_t)strtoul(argv[2], NULL, 10) : 0;
     int ran = 0;
 
+    if (argc >= 2 && strcmp(argv[1], "victim") == 0)
+        return victim(argv[2]);
     if (argc == 2 && strcmp(argv[1], "growth") == 0) {
         growth_lines();
         return 0;
@@ -422,6 +426,6 @@ int main(int argc, char **argv)
             ran = 1;
         }
     if (!ran)
-        fprintf(stderr, "usage: bench_core rows|alloc|index|handoff SAMPLES | growth\n");
+        fprintf(stderr, "usage: bench_core rows|alloc|index|handoff|recovery SAMPLES | growth\n");
     return ran ? 0 : 2;
 }

@@ -129,13 +129,18 @@ static void make_chain(uint8_t *keys)
     must(kvp_keys(spread, secret, tokens, CHAIN, TOKENS, &chain, keys), "kvp_keys");
 }
 
-static kvp_pool *make_pool(uint64_t blocks)
+static kvp_pool *make_pool_of(uint64_t blocks, uint64_t stride)
 {
-    struct kvp_request request = {.blocks = blocks, .workers = WORKERS, .classes = 1, .stride = {KVP_STRIDE_MIN}};
+    struct kvp_request request = {.blocks = blocks, .workers = WORKERS, .classes = 1, .stride = {stride}};
     kvp_pool *pool;
 
     must(kvp_pool_create("memfd:", &request, "leaf", &pool), "kvp_pool_create");
     return pool;
+}
+
+static inline kvp_pool *make_pool(uint64_t blocks)
+{
+    return make_pool_of(blocks, KVP_STRIDE_MIN);
 }
 
 /* Some blocks stay free, so that reserving evicts nothing. */
