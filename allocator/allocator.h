@@ -369,6 +369,62 @@ void kvp_set_tag_to(struct kvp_arena *arena, uint32_t class, uint32_t number, ui
 uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t class, uint32_t *numbers, uint32_t n);
 /* Give back blocks that are OWN(self). RANGE, NOTOWNED (double free included): then none is freed. */
 int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, uint32_t n);
+
+/* From CACHED(self) to OWN(self): by addition, since each waits for the store of the one before, and a pair is nothing else. */
+enum { KVP_CACHED_TO_OWN = KVP_OWN - KVP_CACHED };
+
+/* The next block of a magazine, which has one. */
+static inline uint32_t kvp_magazine_take(struct kvp_class *class)
+{
+    uint32_t number = class->magazine.block[--class->magazine.count];
+    nc_u64 *word = &class->words[number];
+
+    /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
+    nc_store(word, nc_load_relaxed(word) + KVP_CACHED_TO_OWN);
+    KVP_CRASH_POINT("alloc.owned");
+    return number;
+}
+
+/* OWN(self) -> CACHED(self), into a magazine that has room. The generation grows: a reference to the publication that did not
+ * happen must never fit again. */
+static inline void kvp_magazine_keep(struct kvp_class *class, uint32_t number, uint64_t word)
+{
+    nc_store(&class->words[number], word - KVP_CACHED_TO_OWN + kvp_word(1, 0, KVP_ABSENT));
+    KVP_CRASH_POINT("free.cached");
+    class->magazine.block[class->magazine.count++] = number;
+}
+
+/* Is a word OWN(self)? */
+static inline int kvp_is_own(const struct kvp_arena *arena, uint64_t word)
+{
+    return (uint16_t)word == (uint16_t)kvp_word(0, arena->self, KVP_OWN);
+}
+
+/* One block, by value: in line, a hit is less than a call. KVP_NO_BLOCK: none is free. */
+static inline uint32_t kvp_alloc_one(struct kvp_arena *arena, uint32_t class)
+{
+    uint32_t number;
+
+    arena->class[class].magazine.used = 1;
+    if (arena->class[class].magazine.count)
+        return kvp_magazine_take(&arena->class[class]);
+    return kvp_alloc(arena, class, &number, 1) ? number : KVP_NO_BLOCK;
+}
+
+static inline int kvp_free_one(struct kvp_arena *arena, uint32_t c, uint32_t number)
+{
+    struct kvp_class *class = &arena->class[c];
+    uint32_t again = number; /* a copy: what has an address stays in memory */
+
+    if (c >= arena->layout.classes || number >= class->blocks)
+        return kvp_free(arena, c, &again, 1);
+    uint64_t word = nc_load(&class->words[number]);
+    if (!kvp_is_own(arena, word) || class->magazine.count == class->magazine.capacity)
+        return kvp_free(arena, c, &again, 1);
+    kvp_magazine_keep(class, number, word);
+    return KVP_OK;
+}
+
 /* A reservation ends without a publication: what was written through views leaves our cache, and is fenced. */
 void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Note that a block, or those of one hint word that `bits` names, are probably FREE. */

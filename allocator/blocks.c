@@ -16,9 +16,6 @@ void kvp_set_hint(struct kvp_class *class, uint32_t number)
     kvp_set_hints(class, number / 64, 1ull << number % 64);
 }
 
-/* From CACHED(self) to OWN(self): by addition, since each waits for the store of the one before, and a pair is nothing else. */
-enum { OWNED = KVP_OWN - KVP_CACHED };
-
 void kvp_set_tag_to(struct kvp_arena *arena, uint32_t c, uint32_t number, uint64_t low, uint64_t high,
                     struct kvp_lines *lines)
 {
@@ -145,18 +142,6 @@ __attribute__((noinline)) static int refill(struct kvp_arena *arena, uint32_t c)
     return 0;
 }
 
-/* The next block of the magazine, which has one. */
-static inline uint32_t take(struct kvp_class *class)
-{
-    uint32_t number = class->magazine.block[--class->magazine.count];
-    nc_u64 *word = &class->words[number];
-
-    /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
-    nc_store(word, nc_load_relaxed(word) + OWNED);
-    KVP_CRASH_POINT("alloc.owned");
-    return number;
-}
-
 __attribute__((noinline)) static uint32_t alloc_many(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint32_t n)
 {
     struct kvp_class *class = &arena->class[c];
@@ -164,7 +149,7 @@ __attribute__((noinline)) static uint32_t alloc_many(struct kvp_arena *arena, ui
 
     while (got < n && (class->magazine.count || refill(arena, c)))
         for (uint32_t end = n - got < class->magazine.count ? n : got + class->magazine.count; got < end; got++)
-            numbers[got] = take(class);
+            numbers[got] = kvp_magazine_take(class);
     return got;
 }
 
@@ -175,14 +160,8 @@ uint32_t kvp_alloc(struct kvp_arena *arena, uint32_t c, uint32_t *numbers, uint3
     class->magazine.used = 1;
     if (n != 1 || !class->magazine.count)
         return alloc_many(arena, c, numbers, n);
-    numbers[0] = take(class); /* by far the most frequent: no loop, no frame */
+    numbers[0] = kvp_magazine_take(class); /* by far the most frequent: no loop, no frame */
     return 1;
-}
-
-/* Is a word OWN(self)? */
-static inline int is_own(const struct kvp_arena *arena, uint64_t word)
-{
-    return (uint16_t)word == (uint16_t)kvp_word(0, arena->self, KVP_OWN);
 }
 
 __attribute__((cold, noinline)) static int fail_owned(const struct kvp_arena *arena, uint32_t c, uint32_t number)
@@ -197,7 +176,7 @@ static inline int is_owned(const struct kvp_arena *arena, uint32_t c, uint32_t n
 {
     *word = 0;
     if (c < arena->layout.classes && number < arena->class[c].blocks &&
-        is_own(arena, *word = nc_load(&arena->class[c].words[number])))
+        kvp_is_own(arena, *word = nc_load(&arena->class[c].words[number])))
         return KVP_OK;
     return fail_owned(arena, c, number);
 }
@@ -220,19 +199,14 @@ void kvp_spill(struct kvp_arena *arena)
         spill_magazine(&arena->class[c], 0);
 }
 
-/* OWN(self) -> CACHED(self). The generation grows: a reference to the publication that did not happen must never fit again. */
 static inline void keep(struct kvp_class *class, uint32_t number, uint64_t word)
 {
-    struct kvp_magazine *magazine = &class->magazine;
-
-    nc_store(&class->words[number], word - OWNED + kvp_word(1, 0, KVP_ABSENT));
-    KVP_CRASH_POINT("free.cached");
-    if (magazine->count == magazine->capacity)
-        spill_magazine(class, magazine->capacity / 2);
-    magazine->block[magazine->count++] = number;
+    if (class->magazine.count == class->magazine.capacity)
+        spill_magazine(class, class->magazine.capacity / 2);
+    kvp_magazine_keep(class, number, word);
 }
 
-__attribute__((noinline)) static int free_many(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
+int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
 {
     uint64_t word;
     int status = KVP_OK;
@@ -242,18 +216,6 @@ __attribute__((noinline)) static int free_many(struct kvp_arena *arena, uint32_t
     for (uint32_t i = 0; i < n && status == KVP_OK; i++)
         if ((status = is_owned(arena, c, numbers[i], &word)) == KVP_OK) /* else the same number twice in one call */
             keep(&arena->class[c], numbers[i], word);
-    return status;
-}
-
-int kvp_free(struct kvp_arena *arena, uint32_t c, const uint32_t *numbers, uint32_t n)
-{
-    uint64_t word;
-
-    if (n != 1)
-        return free_many(arena, c, numbers, n);
-    int status = is_owned(arena, c, numbers[0], &word);
-    if (status == KVP_OK)
-        keep(&arena->class[c], numbers[0], word);
     return status;
 }
 

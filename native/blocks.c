@@ -138,7 +138,7 @@ static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_k
     if (is_kept)
         kvp_unpin(&pool->arena, ref, 1);
     *ref = 0;
-    return is_kept ? KVP_OK : kvp_free(&pool->arena, c, &number, 1);
+    return is_kept ? KVP_OK : kvp_free_one(&pool->arena, c, number);
 }
 
 static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, int is_kept,
@@ -291,7 +291,7 @@ int kvp_remove_ours(kvp_pool *pool, uint32_t c, uint64_t ref)
         kvp_candidate_add(pool, c, number);
     } else {
         kvp_evict_take(&pool->arena, c, number);
-        kvp_free(&pool->arena, c, &number, 1);
+        kvp_free_one(&pool->arena, c, number);
     }
     return 1;
 }

@@ -215,7 +215,7 @@ int kvp_withdraw(kvp_pool *pool, uint32_t c, uint32_t *numbers, uint32_t n)
             continue;
         if (KVP_MANY_HOSTS && numbers[i] < pool->arena.class[c].blocks)
             kvp_block_end(&pool->arena, c, numbers[i]);
-        status = kvp_free(&pool->arena, c, &numbers[i], 1);
+        status = kvp_free_one(&pool->arena, c, numbers[i]);
         if (status == KVP_OK)
             numbers[i] = KVP_NO_BLOCK;
     }

@@ -27,14 +27,10 @@ static double time_cas(void)
 
 static double time_hits(kvp_pool *pool)
 {
-    uint32_t number;
-
     kvp_lock(pool); /* the arena belongs to the holder of the lock; the keeper uses it too */
     double start = now_ns();
-    for (uint32_t i = 0; i < PAIRS; i++) {
-        kvp_alloc(&pool->arena, 0, &number, 1);
-        kvp_free(&pool->arena, 0, &number, 1);
-    }
+    for (uint32_t i = 0; i < PAIRS; i++)
+        kvp_free_one(&pool->arena, 0, kvp_alloc_one(&pool->arena, 0));
     double spent = now_ns() - start;
     kvp_unlock(pool);
     return spent / PAIRS;
@@ -47,9 +43,9 @@ static double time_burst(kvp_pool *pool)
     kvp_lock(pool);
     double start = now_ns();
     for (uint32_t i = 0; i < BURST; i++)
-        kvp_alloc(&pool->arena, 0, &numbers[i], 1);
+        numbers[i] = kvp_alloc_one(&pool->arena, 0);
     for (uint32_t i = 0; i < BURST; i++)
-        kvp_free(&pool->arena, 0, &numbers[i], 1);
+        kvp_free_one(&pool->arena, 0, numbers[i]);
     double spent = now_ns() - start;
     kvp_unlock(pool);
     return spent / BURST;

@@ -16,18 +16,16 @@ static uint64_t refs[CHAIN];
 
 COUNTED count_alloc_free(void)
 {
-    for (uint32_t i = 0; i < BATCH; i++) {
-        kvp_alloc(&world->pool->arena, 0, numbers, 1);
-        kvp_free(&world->pool->arena, 0, numbers, 1);
-    }
+    for (uint32_t i = 0; i < BATCH; i++)
+        kvp_free_one(&world->pool->arena, 0, kvp_alloc_one(&world->pool->arena, 0));
 }
 
 COUNTED count_burst(void)
 {
     for (uint32_t i = 0; i < BURST; i++)
-        kvp_alloc(&world->pool->arena, 0, &numbers[i], 1);
+        numbers[i] = kvp_alloc_one(&world->pool->arena, 0);
     for (uint32_t i = 0; i < BURST; i++)
-        kvp_free(&world->pool->arena, 0, &numbers[i], 1);
+        kvp_free_one(&world->pool->arena, 0, numbers[i]);
 }
 
 COUNTED count_reserve(void)
