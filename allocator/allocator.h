@@ -377,16 +377,14 @@ enum { KVP_CACHED_TO_OWN = KVP_OWN - KVP_CACHED };
 static inline uint32_t kvp_magazine_take(struct kvp_class *class)
 {
     uint32_t number = class->magazine.block[--class->magazine.count];
-    nc_u64 *word = &class->words[number];
 
     /* A store, not a CAS: CACHED(self) is ours alone. Killed before it: recovery finds CACHED(dead). */
-    nc_store(word, nc_load_relaxed(word) + KVP_CACHED_TO_OWN);
+    nc_store(&class->words[number], nc_load_relaxed(&class->words[number]) + KVP_CACHED_TO_OWN);
     KVP_CRASH_POINT("alloc.owned");
     return number;
 }
 
-/* OWN(self) -> CACHED(self), into a magazine that has room. The generation grows: a reference to the publication that did not
- * happen must never fit again. */
+/* OWN(self) -> CACHED(self). The generation grows: a reference to the publication that did not happen never fits again. */
 static inline void kvp_magazine_keep(struct kvp_class *class, uint32_t number, uint64_t word)
 {
     nc_store(&class->words[number], word - KVP_CACHED_TO_OWN + kvp_word(1, 0, KVP_ABSENT));

@@ -23,6 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("coherence", "allocator", "native")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.c"))
+HEADERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.h"))
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 

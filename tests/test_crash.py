@@ -19,7 +19,7 @@ MANY_HOSTS = {
 
 def points_in_sources() -> set[str]:
     pattern = re.compile(r'KVP_CRASH_POINT\("([^"]+)"\)')
-    sources = [source for source in build.SOURCES if source.name not in MANY_HOSTS]
+    sources = [source for source in (*build.SOURCES, *build.HEADERS) if source.name not in MANY_HOSTS]
     return {name for source in sources for name in pattern.findall(source.read_text())}
 
 
