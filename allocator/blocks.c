@@ -289,6 +289,7 @@ static int pins_count(const struct kvp_arena *arena, uint32_t h)
 static void refresh_pins(const struct kvp_arena *arena)
 {
     const struct kvp_layout *layout = &arena->layout;
+    int dropped = 0;
 
     for (uint32_t h = 0; h < layout->hosts; h++)
         if (h != arena->host) {
@@ -300,9 +301,10 @@ static void refresh_pins(const struct kvp_arena *arena)
         for (uint32_t w = 0; h != arena->host && w < layout->workers; w++) {
             uint64_t high = nc_load(kvp_pin_high(arena, h) + w);
             if (high)
-                nc_invalidate(kvp_pins(arena, h, w), (high < layout->pin_slots ? high : layout->pin_slots) * 8);
+                nc_invalidate(kvp_pins(arena, h, w), (high < layout->pin_slots ? high : layout->pin_slots) * 8), dropped = 1;
         }
-    nc_full_fence(); /* the pins are read after they were dropped */
+    if (dropped)
+        nc_full_fence(); /* the pins are read after they were dropped */
 }
 
 static void walk_table(struct kvp_arena *arena, uint32_t h, uint32_t w, void (*visit)(struct kvp_class *class, uint32_t number))

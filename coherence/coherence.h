@@ -97,6 +97,12 @@ uint32_t kvp_line_bytes(void);
 
 /* The empty asm is an effect: without it gcc takes a function that only prefetches for pure and drops its calls. */
 #define kvp_prefetch(p) do { __builtin_prefetch((p), 0, 3); __asm__ volatile(""); } while (0)
+/* The same of a line that will be written, so that nobody else has it then. The builtin asks for less on x86-64. */
+#ifdef __x86_64__
+#define kvp_prefetch_to_store(p) __asm__ volatile("prefetchw %0" : : "m"(*(const char *)(p)))
+#else
+#define kvp_prefetch_to_store(p) do { __builtin_prefetch((p), 1, 3); __asm__ volatile(""); } while (0)
+#endif
 
 /* Lines to write back, each once although several of its words were stored one by one: what is noted is written back when
  * another line is noted, or at the end. Nothing in mode coherent. */

@@ -118,15 +118,11 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
 
 /* ---- publishing ---- */
 
-/* Tag and enter one block: its reference if it may become LIVE; 0 if it has gone back (if it is kept: is ours still, and no
- * longer pinned), because an earlier block stands under its key or because the directory has no room there. */
+/* Tag and enter one block: its reference stays if it may become LIVE, and is 0 if it has gone back (if it is kept: is ours still,
+ * and no longer pinned), because an earlier block stands under its key or because the directory has no room there. */
 static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_key *key, int is_kept, uint64_t *ref,
                  struct kvp_lines *lines)
 {
-    int status = kvp_future_ref(&pool->arena, c, number, ref);
-
-    if (status)
-        return status;
     kvp_set_tag_to(&pool->arena, c, number, key->low, key->high, lines);
     KVP_CRASH_POINT("publish.tagged");
     int entered = kvp_directory_insert(pool, key, *ref);
@@ -142,7 +138,7 @@ static int enter(kvp_pool *pool, uint32_t c, uint32_t number, const struct kvp_k
 }
 
 static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, int is_kept,
-                       uint64_t *refs, const struct kvp_order *order)
+                       uint64_t *refs, const struct kvp_order *given)
 {
     struct kvp_class *class = &pool->arena.class[c];
     struct kvp_lines lines = {NULL};
@@ -158,10 +154,11 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     /* Payloads and labels are in memory before any word says LIVE: readers and adopters trust it. So are the slots of kept
      * blocks: an evictor that sees LIVE sees them. */
     nc_write_fence();
+    struct kvp_order order = given ? *given : kvp_order_new(pool, n);
     for (uint32_t i = n; i-- > 0;) { /* the last first: who sees the first key sees all of them */
         if (!refs[i])
             continue;
-        co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, order, i)));
+        co_store_relaxed(&class->scores[numbers[i]], pool->policy->admit(kvp_order_stamp(pool, &order, i)));
         kvp_make_live(&pool->arena, c, numbers[i], &lines);
         published++;
     }
@@ -183,17 +180,17 @@ static int64_t publish(kvp_pool *pool, uint32_t c, const uint32_t *numbers, cons
     return published;
 }
 
-/* All blocks are ours, each once, and every key is one: otherwise nothing happens. */
-static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n)
+/* All blocks are ours, each once, and every key is one: otherwise nothing happens. Then these are the references to be. */
+static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
 {
-    uint64_t *seen = pool->arena.class[c].victims, ref;
+    uint64_t *seen = pool->arena.class[c].victims;
     uint32_t checked = 0;
     int status = KVP_OK;
 
     for (; checked < n && status == KVP_OK; checked++) {
         struct kvp_key key = kvp_key_at(keys, checked);
         uint32_t number = numbers[checked];
-        if ((status = kvp_future_ref(&pool->arena, c, number, &ref)))
+        if ((status = kvp_future_ref(&pool->arena, c, number, &refs[checked])))
             break;
         if (key.low == 0 && key.high == 0)
             status = kvp_fail(KVP_E_INVALID, "key %u is all zeros: no key is", checked);
@@ -207,19 +204,27 @@ static int check_publication(kvp_pool *pool, uint32_t c, const uint32_t *numbers
 }
 
 /* Pin, before they are LIVE, blocks that are all ours. */
-static int pin_ahead(kvp_pool *pool, uint32_t c, const uint32_t *numbers, uint32_t n, uint64_t *refs)
+static int pin_ahead(kvp_pool *pool, uint32_t n, const uint64_t *refs)
 {
-    int status = KVP_OK;
+    int status = kvp_pin_ahead(&pool->arena, refs, n);
 
-    for (uint32_t i = 0; i < n && status == KVP_OK; i++)
-        status = kvp_future_ref(&pool->arena, c, numbers[i], &refs[i]);
-    if (status == KVP_OK && (status = kvp_pin_ahead(&pool->arena, refs, n)) == KVP_OK)
+    if (status == KVP_OK)
         kvp_count(pool, KVP_COUNT_PINNED, n);
-    if (status)
-        memset(refs, 0, n * sizeof *refs);
     return status;
 }
 
+/* The first lines that a publication writes: somebody may look at them all the time, and they would come one after another. */
+static void ask(kvp_pool *pool, uint32_t c, const uint32_t *numbers, const void *keys, uint32_t n)
+{
+    if (n == 0 || numbers[0] >= pool->arena.class[c].blocks)
+        return;
+    kvp_directory_ask(pool, keys);
+    kvp_prefetch_to_store(&pool->arena.class[c].words[numbers[0]]);
+    kvp_prefetch_to_store(&pool->arena.class[c].tags[numbers[0]]);
+    kvp_prefetch_to_store(&pool->arena.head->clock);
+}
+
+/* Without an order, in one of its own. */
 static int64_t publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, int is_kept,
                                uint64_t *refs, struct kvp_order *order)
 {
@@ -227,21 +232,25 @@ static int64_t publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, co
 
     if (result)
         return result;
+    ask(pool, c, numbers, keys, n);
     kvp_lock(pool);
     if (pool->closed)
         result = kvp_fail(KVP_E_CLOSED, "closed");
     if (result == KVP_OK)
-        result = check_publication(pool, c, numbers, keys, n);
+        result = check_publication(pool, c, numbers, keys, n, refs);
     if (result == KVP_OK && KVP_MANY_HOSTS)
         result = kvp_host_assure(&pool->arena.roster); /* who was declared lost while it slept changes nothing any more */
     if (result == KVP_OK && is_kept)
-        result = pin_ahead(pool, c, numbers, n, refs);
+        result = pin_ahead(pool, n, refs);
     if (result == KVP_OK) {
         result = publish(pool, c, numbers, keys, n, is_kept, refs, order);
         for (uint32_t i = 0; i < n; i++)
             numbers[i] = is_kept && !refs[i] ? numbers[i] : KVP_NO_BLOCK;
+    } else {
+        memset(refs, 0, n * sizeof *refs);
     }
-    order->done += n;
+    if (order)
+        order->done += n;
     kvp_unlock(pool);
     return result;
 }
@@ -262,18 +271,14 @@ static void write_back(kvp_pool *pool, uint32_t c, const uint32_t *numbers, uint
 
 int64_t kvp_publish(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
 {
-    struct kvp_order order = kvp_order_of_call(pool, n);
-
     write_back(pool, c, numbers, n);
-    return publish_ordered(pool, c, numbers, keys, n, 0, refs, &order);
+    return publish_ordered(pool, c, numbers, keys, n, 0, refs, NULL);
 }
 
 int64_t kvp_publish_kept(kvp_pool *pool, uint32_t c, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs)
 {
-    struct kvp_order order = kvp_order_of_call(pool, n);
-
     write_back(pool, c, numbers, n);
-    return publish_ordered(pool, c, numbers, keys, n, 1, refs, &order);
+    return publish_ordered(pool, c, numbers, keys, n, 1, refs, NULL);
 }
 
 /* ---- removing ---- */

@@ -50,20 +50,39 @@ static int is_rival(const kvp_pool *pool, uint32_t c, uint64_t value, const stru
            kvp_ref((uint32_t)ref, generation) == ref;
 }
 
+/* Entries of a home that bear a tag, a bit each. Hardly any do, and a publisher looks through its homes twice. */
+static inline uint32_t tagged_in(const struct kvp_entry *entry, uint64_t tag)
+{
+    uint32_t bits = 0;
+
+#pragma GCC unroll 16
+    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
+        if (__builtin_expect(co_load(&entry[j].tag) == tag, 0))
+            bits |= 1u << j;
+    return bits;
+}
+
+/* Against one entry that bears our tag: 0 if it wins. */
+static int contend_with(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_entry *mine,
+                        const struct kvp_key *key)
+{
+    uint64_t value = co_load(&entry->value);
+
+    if (!is_rival(pool, c, value, key))
+        return 1;
+    if (entry_state(value) == KVP_ENTRY_COMMITTED || entry < mine)
+        return 0;
+    uint64_t aborted = (value & KVP_REF_MASK) | (uint64_t)KVP_ENTRY_ABORTED << 62;
+    return co_cas(&entry->value, &value, aborted) || !is_rival(pool, c, value, key); /* it was committed in between */
+}
+
 /* One home's share of contend: 0 if a rival wins. */
 static int contend_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_entry *mine, const struct kvp_key *key)
 {
-    for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-        if (&entry[j] == mine || co_load(&entry[j].tag) != key->high)
-            continue;
-        uint64_t value = co_load(&entry[j].value);
-        if (!is_rival(pool, c, value, key))
-            continue;
-        if (entry_state(value) == KVP_ENTRY_COMMITTED || &entry[j] < mine)
+    for (uint32_t bits = tagged_in(entry, key->high); bits; bits &= bits - 1) {
+        struct kvp_entry *other = entry + __builtin_ctz(bits);
+        if (other != mine && !contend_with(pool, c, other, mine, key))
             return 0;
-        uint64_t aborted = (value & KVP_REF_MASK) | (uint64_t)KVP_ENTRY_ABORTED << 62;
-        if (!co_cas(&entry[j].value, &value, aborted) && is_rival(pool, c, value, key))
-            return 0; /* it was committed in between */
     }
     return 1;
 }
@@ -113,10 +132,8 @@ static struct kvp_entry *place(const kvp_pool *pool, const struct kvp_key *key, 
 
 static int stands_in(kvp_pool *pool, uint32_t c, struct kvp_entry *entry, const struct kvp_key *key)
 {
-    for (int j = 0; j < KVP_HOME_ENTRIES; j++) {
-        if (co_load(&entry[j].tag) != key->high)
-            continue;
-        uint64_t value = co_load(&entry[j].value);
+    for (uint32_t bits = tagged_in(entry, key->high); bits; bits &= bits - 1) {
+        uint64_t value = co_load(&entry[__builtin_ctz(bits)].value);
         if (entry_state(value) == KVP_ENTRY_COMMITTED && is_rival(pool, c, value, key))
             return 1;
     }
@@ -139,7 +156,7 @@ static int is_far(const kvp_pool *pool, const struct kvp_key *key, uint64_t at)
 {
     const struct kvp_entry *entry = home(pool, key, at);
 
-    return entry != home(pool, key, 0) && entry != home(pool, key, 1);
+    return at >= KVP_GROUP_HOMES && entry != home(pool, key, 0) && entry != home(pool, key, 1);
 }
 
 /* Before an entry appears beyond the homes of its group: searches must look there. A death after this leaves the

@@ -267,12 +267,15 @@ static void touch_used(kvp_pool *pool, const uint64_t *refs)
 static void apply(kvp_pool *pool, unsigned kind, const uint64_t word[3])
 {
     const struct kvp_key key = {word[1], word[2]};
+    int foreign = kind == KVP_EVENT_PUBLISHED && is_foreign(pool, word[0]);
 
     switch (kind) {
     case KVP_EVENT_PUBLISHED:
-        if (exists(pool, word[0]) && !is_ours(pool, word[0]) && !is_foreign(pool, word[0]))
+        if (!foreign && exists(pool, word[0]) && !is_ours(pool, word[0])) {
             kvp_owners_see_offers(&pool->arena); /* who publishes there has perhaps taken what we have offered */
-        if (is_foreign(pool, word[0]))
+            foreign = is_foreign(pool, word[0]);
+        }
+        if (foreign)
             learn(pool, word[0], &key);
         break;
     case KVP_EVENT_EVICTED:
@@ -353,19 +356,34 @@ static uint32_t replay_ring(kvp_pool *pool, uint32_t h, uint32_t w, int *lapped)
     }
 }
 
+/* Drop the next records of those logs of every host that it had when we last looked, or of those that it has got since. */
+static uint32_t drop_heads(kvp_pool *pool, int is_new, uint32_t *looked_at)
+{
+    const struct kvp_layout *layout = &pool->arena.layout;
+    uint32_t dropped = 0;
+
+    for (uint32_t h = 0; h < layout->hosts; h++) {
+        uint32_t first = is_new ? looked_at[h] : 0;
+        looked_at[h] = tables_of(pool, h);
+        for (uint32_t w = first; w < looked_at[h]; w++, dropped++)
+            kvp_log_refresh(kvp_ring(&pool->arena, h, w), layout->log_records, co_load(position_of(pool, h, w)) + 1, PEEK);
+    }
+    return dropped;
+}
+
 /* Drop the next records of every log, so that one fence serves all. */
 static void refresh_heads(kvp_pool *pool)
 {
     const struct kvp_layout *layout = &pool->arena.layout;
+    uint32_t looked_at[KVP_HOSTS_MAX];
 
+    drop_heads(pool, 0, looked_at);
     for (uint32_t h = 0; h < layout->hosts; h++)
         if (h != pool->host)
             nc_invalidate(&pool->arena.roster.hosts[h], KVP_LINE);
-    nc_read_fence(); /* how many logs each host has is read after it was dropped */
-    for (uint32_t h = 0; h < layout->hosts; h++)
-        for (uint32_t w = 0; w < tables_of(pool, h); w++)
-            kvp_log_refresh(kvp_ring(&pool->arena, h, w), layout->log_records, co_load(position_of(pool, h, w)) + 1, PEEK);
-    nc_read_fence(); /* so that "nothing new" is of now; a record read late would be read at the next poll */
+    nc_read_fence(); /* what was dropped is read afresh: "nothing new" is of now, and so is how many logs each host has */
+    if (drop_heads(pool, 1, looked_at))
+        nc_read_fence(); /* as above, of the logs of workers that have joined; a record read late is read at the next poll */
 }
 
 uint32_t kvp_follow_logs(kvp_pool *pool)
