@@ -85,7 +85,7 @@ class Rows:
             every = np.empty(len(self._array), object)
             every[:] = list(self._array)
             self._all = every
-        views: list[NDArray[np.uint8]] = self._all.take(numbers).tolist()
+        views: list[NDArray[np.uint8]] = self._all[numbers].tolist()
         return views
 
 
@@ -120,8 +120,8 @@ class Shelf:
 
 
 def shelves(core: Core, handle: Any, block_class: int, rows: Rows) -> list[Shelf]:
-    """Those of a class: for a hit of `count` blocks number count.bit_length()."""
-    return [Shelf(core, handle, block_class, (1 << bits) - 1, rows) for bits in range(33)]
+    """Those of a class: for a hit of `count` blocks number (count - 1).bit_length()."""
+    return [Shelf(core, handle, block_class, 1 << bits, rows) for bits in range(33)]
 
 
 class Hit:
@@ -146,7 +146,7 @@ class Hit:
     @classmethod
     def empty(cls, pool: Pool, block_class: int, capacity: int) -> Hit:
         """With room for so many blocks, for C to pin them in `held`."""
-        shelf = pool.shelves[block_class][capacity.bit_length()]
+        shelf = pool.shelves[block_class][(capacity - 1).bit_length()]
         return cls(pool, shelf, shelf.take(), 0, None)
 
     @property

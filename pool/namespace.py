@@ -72,7 +72,7 @@ class Namespace:
         self._put_one, self._read_one = pool.core.lib.kvp_put_one, pool.core.lib.kvp_read_one
         self._handle = pool.handle
         self._shelves = pool.shelves[block_class]
-        self._ones = self._shelves[1]
+        self._ones = self._shelves[0]
         self._hash = hash_of(pool.core)
 
     def keys(self, token_ids: Any, *, after: Keys | None = None) -> Keys:
@@ -96,7 +96,7 @@ class Namespace:
         With few pin slots left the prefix is as long as they reach; `NoPins` if there is none.
         """
         pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
-        shelf = self._ones if count == 1 else self._shelves[count.bit_length()]
+        shelf = self._ones if count == 1 else self._shelves[(count - 1).bit_length()]
         get, match, spare = self._get, self._match, shelf.spare  # a name of its own costs less than a method
         try:
             made = spare()

@@ -43,7 +43,7 @@ def test_views_that_are_kept_are_as_many_as_the_blocks_allow(make_pool, identity
         fill(ns, key)
         with ns.match(key) as hit:
             assert bytes(hit.views[0]) == bytes(payload(key[0]))
-    assert len(pool.shelves[0][1].rows.seen) <= 16
+    assert len(pool.shelves[0][0].rows.seen) <= 16
 
 
 def test_holds_that_wait_for_the_next_hit_are_few(pool, ns):

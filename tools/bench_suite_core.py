@@ -212,7 +212,7 @@ def namespace_reader(world: World, count: int) -> Callable[[], None]:
 
 def lowest_reader(world: World, count: int) -> Callable[[], None]:
     """The same through the lowest calls, into a hold made before."""
-    (keys, _), shelf = world.any_keys(count).pointer, world.pool.shelves[0][count.bit_length()]
+    (keys, _), shelf = world.any_keys(count).pointer, world.pool.shelves[0][(count - 1).bit_length()]
     (hold, blocks, _), rows, seen = shelf.take(), shelf.rows, shelf.rows.seen
     get, match, clear = lib.kvp_hold_get, lib.kvp_hold_match, lib.kvp_hold_clear
     rows.add(get(hold, keys))
