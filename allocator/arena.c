@@ -52,9 +52,7 @@ static int init_class(struct kvp_arena *arena, uint8_t *base, uint8_t *host, uin
     class->blocks = (uint32_t)from->blocks;
     uint32_t share = class->blocks / arena->layout.hosts / 256 + 1;
     class->magazine.capacity = share < KVP_MAGAZINE ? share : KVP_MAGAZINE;
-    class->pin_slot = calloc(class->blocks, sizeof *class->pin_slot);
-    if (class->pin_slot)
-        kvp_prefer_huge(class->pin_slot, class->blocks * sizeof *class->pin_slot);
+    class->pin_slot = kvp_table_new(class->blocks * sizeof *class->pin_slot);
     class->victims = calloc(class->blocks / 64 + 1, sizeof *class->victims);
     class->pinned = calloc(class->blocks / 64 + 1, sizeof *class->pinned);
     return class->pin_slot && class->victims && class->pinned ? KVP_OK : KVP_E_NOSPACE;
@@ -104,7 +102,7 @@ int kvp_arena_init(struct kvp_arena *arena, uint8_t *base, uint8_t *host_base, c
 void kvp_arena_free(struct kvp_arena *arena)
 {
     for (uint32_t i = 0; i < KVP_CLASSES_MAX; i++) {
-        free(arena->class[i].pin_slot);
+        kvp_table_free(arena->class[i].pin_slot, arena->class[i].blocks * sizeof *arena->class[i].pin_slot);
         free(arena->class[i].victims);
         free(arena->class[i].pinned);
         arena->class[i].pin_slot = NULL;

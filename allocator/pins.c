@@ -10,7 +10,7 @@ static nc_u64 *own_slots(const struct kvp_arena *arena)
     return kvp_pins(arena, arena->host, arena->self);
 }
 
-static int find(const struct kvp_arena *arena, uint64_t ref, uint32_t *c, uint32_t *number)
+static inline int find(const struct kvp_arena *arena, uint64_t ref, uint32_t *c, uint32_t *number)
 {
     *c = kvp_block_class((uint32_t)ref);
     *number = kvp_block_number((uint32_t)ref);
@@ -41,7 +41,7 @@ void kvp_pins_tick(struct kvp_arena *arena)
 }
 
 /* An unused slot, or the capacity if there is none. */
-static inline uint32_t take_slot(struct kvp_arena *arena)
+static kvp_inline uint32_t take_slot(struct kvp_arena *arena)
 {
     if (arena->pin_free_count)
         return arena->pin_free[--arena->pin_free_count];
@@ -52,11 +52,12 @@ static inline uint32_t take_slot(struct kvp_arena *arena)
     return arena->pin_top++;
 }
 
-static void prefetch_slot(const struct kvp_arena *arena, uint64_t ref)
+/* Ask for what a later reference's pin will look at; of neighbours, once. */
+static inline void prefetch_slot(const struct kvp_arena *arena, uint64_t ref, uint64_t before)
 {
     uint32_t c, number;
 
-    if (find(arena, ref, &c, &number))
+    if ((uint32_t)(ref ^ before) / (KVP_LINE / sizeof *arena->class->pin_slot) && find(arena, ref, &c, &number))
         kvp_prefetch(&arena->class[c].pin_slot[number]);
 }
 
@@ -69,7 +70,7 @@ __attribute__((cold, noinline)) static int fail_announce(const struct kvp_arena 
     return kvp_fail(KVP_E_PINS, "all %u pin slots of this worker are in use: release hits", arena->layout.pin_slots);
 }
 
-static inline int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
+static kvp_inline int announce(struct kvp_arena *arena, nc_u64 *slots, uint64_t ref, struct kvp_lines *lines)
 {
     uint32_t c, number, slot;
 
@@ -82,7 +83,7 @@ static inline int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lin
     }
     if ((slot = take_slot(arena)) == arena->layout.pin_slots)
         return fail_announce(arena, ref);
-    nc_u64 *pin = &own_slots(arena)[slot];
+    nc_u64 *pin = &slots[slot];
     nc_store(pin, (uint64_t)arena->incarnation << 32 | (uint32_t)ref);
     KVP_CRASH_POINT("pin.announced");
     if (!kvp_is_ours(arena, c, number)) /* the owner's own workers see it in the cache that we share */
@@ -93,22 +94,22 @@ static inline int announce(struct kvp_arena *arena, uint64_t ref, struct kvp_lin
     return KVP_OK;
 }
 
-static void withdraw(struct kvp_arena *arena, uint64_t ref, struct kvp_lines *lines)
+static inline void withdraw(struct kvp_arena *arena, nc_u64 *slots, uint64_t ref, struct kvp_lines *lines)
 {
     uint32_t c, number;
 
     if (!find(arena, ref, &c, &number) || arena->class[c].pin_slot[number] == 0)
         return;
-    uint32_t slot = arena->class[c].pin_slot[number] - 1;
+    uint32_t *mine = &arena->class[c].pin_slot[number], slot = *mine - 1;
     if (--arena->pin_count[slot])
         return;
-    arena->class[c].pin_slot[number] = 0;
+    *mine = 0;
     /* Release: our reads of the payload are done before an evictor sees the slot empty. No fence after it: a
      * pin that is seen too long only delays an eviction. */
-    nc_store(&own_slots(arena)[slot], 0);
+    nc_store(&slots[slot], 0);
     KVP_CRASH_POINT("unpin.cleared");
     if (!kvp_is_ours(arena, c, number))
-        kvp_lines_note(lines, &own_slots(arena)[slot]);
+        kvp_lines_note(lines, &slots[slot]);
     arena->pin_free[arena->pin_free_count++] = slot;
     if (--arena->pins_held == 0)
         arena->pin_top = arena->pin_free_count = 0;
@@ -118,14 +119,14 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     uint32_t announced = 0, valid = 0;
     struct kvp_lines lines = {NULL};
+    nc_u64 *slots = own_slots(arena);
     int status = KVP_OK;
 
-    while (announced < n) {
+    for (; announced < n; announced++) {
         if (announced + AHEAD < n)
-            prefetch_slot(arena, refs[announced + AHEAD]);
-        if ((status = announce(arena, refs[announced], &lines)) != KVP_OK)
+            prefetch_slot(arena, refs[announced + AHEAD], refs[announced + AHEAD - 1]);
+        if ((status = announce(arena, slots, refs[announced], &lines)) != KVP_OK)
             break;
-        announced++;
     }
     kvp_lines_end(&lines);
     nc_write_fence(); /* our slots are in memory before a word is dropped, or an old one might be fetched before them */
@@ -146,7 +147,7 @@ int64_t kvp_pin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
         }
     }
     for (uint32_t i = valid; i < announced; i++)
-        withdraw(arena, refs[i], &lines);
+        withdraw(arena, slots, refs[i], &lines);
     kvp_lines_end(&lines);
     return valid ? (int64_t)valid : status;
 }
@@ -157,7 +158,7 @@ int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
     int status = KVP_OK;
 
     for (uint32_t i = 0; i < n && status == KVP_OK; i++)
-        if ((status = announce(arena, refs[i], &lines)) != KVP_OK)
+        if ((status = announce(arena, own_slots(arena), refs[i], &lines)) != KVP_OK)
             kvp_unpin(arena, refs, i);
     return status; /* the blocks are ours: no line was noted */
 }
@@ -165,9 +166,10 @@ int kvp_pin_ahead(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 void kvp_unpin(struct kvp_arena *arena, const uint64_t *refs, uint32_t n)
 {
     struct kvp_lines lines = {NULL};
+    nc_u64 *slots = own_slots(arena);
 
     for (uint32_t i = 0; i < n; i++)
         if (refs[i]) /* 0 is no reference, though its bits would name block 0 */
-            withdraw(arena, refs[i], &lines);
+            withdraw(arena, slots, refs[i], &lines);
     kvp_lines_end(&lines);
 }

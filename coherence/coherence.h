@@ -103,6 +103,8 @@ uint32_t kvp_line_bytes(void);
 #else
 #define kvp_prefetch_to_store(p) do { __builtin_prefetch((p), 1, 3); __asm__ volatile(""); } while (0)
 #endif
+/* In line however many callers it has: what a hot loop does for each block. */
+#define kvp_inline inline __attribute__((always_inline))
 
 /* Lines to write back, each once although several of its words were stored one by one: what is noted is written back when
  * another line is noted, or at the end. Nothing in mode coherent. */
@@ -196,8 +198,9 @@ int kvp_mapping_open(const char *uri, struct kvp_mapping *out);
 int kvp_mapping_attach(struct kvp_mapping *mapping, uint32_t host);
 /* Ask for 2 MiB pages behind the whole mapping, where its pages may move: best effort, or with hugepage= NOSPACE. */
 int kvp_mapping_collapse(const struct kvp_mapping *mapping);
-/* Ask for 2 MiB pages in private memory that nobody has touched yet: large tables are looked at all over. Best effort. */
-void kvp_prefer_huge(void *memory, uint64_t bytes);
+/* Private memory, all zeros, for a table that is looked at all over: on 2 MiB pages if it is large and they can be had. NULL. */
+void *kvp_table_new(uint64_t bytes);
+void kvp_table_free(void *table, uint64_t bytes);
 /* Unmap and close. The memory itself stays. */
 void kvp_mapping_close(struct kvp_mapping *mapping);
 /* Remove the name of shm:, sim: (with all caches) or file:. NOTFOUND, PERMISSION; INVALID for kinds that have no name. */

@@ -541,12 +541,26 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
                     whole ? strerror(errno) : "too small");
 }
 
-void kvp_prefer_huge(void *memory, uint64_t bytes)
+void *kvp_table_new(uint64_t bytes)
 {
-    uint64_t skipped = -(uintptr_t)memory & (KVP_HUGE_PAGE - 1);
+    uint64_t whole = (bytes + KVP_HUGE_PAGE - 1) & ~(uint64_t)(KVP_HUGE_PAGE - 1), room = whole + KVP_HUGE_PAGE;
+    uint8_t *start = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
-    if (bytes > skipped)
-        madvise((uint8_t *)memory + skipped, (bytes - skipped) & ~(uint64_t)(KVP_PAGE - 1), MADV_HUGEPAGE);
+    if (start == MAP_FAILED)
+        return NULL;
+    uint64_t before = -(uintptr_t)start & (KVP_HUGE_PAGE - 1);
+    if (before)
+        munmap(start, before);
+    munmap(start + before + whole, KVP_HUGE_PAGE - before);
+    if (bytes >= KVP_HUGE_PAGE)
+        madvise(start + before, whole, MADV_HUGEPAGE);
+    return start + before;
+}
+
+void kvp_table_free(void *table, uint64_t bytes)
+{
+    if (table)
+        munmap(table, (bytes + KVP_HUGE_PAGE - 1) & ~(uint64_t)(KVP_HUGE_PAGE - 1));
 }
 
 void kvp_mapping_close(struct kvp_mapping *mapping)

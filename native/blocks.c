@@ -1,5 +1,5 @@
 /* blocks.c -- the verbs on keys: match, touch, publish, remove. */
-#include "native/handle.h"
+#include "native/homes.h"
 
 #include <sched.h>
 #include <string.h>
@@ -26,16 +26,33 @@ void kvp_log_event(kvp_pool *pool, enum kvp_event_kind kind, uint64_t ref, const
 
 /* ---- finding ---- */
 
+/* References that name nothing; mostly none or one, and then a call of memset costs more than the rest. */
+static inline void clear_refs(uint64_t *refs, uint32_t n)
+{
+    if (n == 1)
+        refs[0] = 0;
+    else if (n)
+        memset(refs, 0, n * sizeof *refs);
+}
+
+uint32_t kvp_find_here(const kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
+{
+    if (n != 1)
+        return kvp_directory_find(pool, c, keys, n, prefix, refs);
+    struct kvp_key key = kvp_key_at(keys, 0);
+    return (refs[0] = kvp_directory_look(pool, c, &key, 0)) != 0;
+}
+
 int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
 {
     uint64_t learned = KVP_MANY_HOSTS ? co_load(&pool->arena.head->learned) : 0;
-    uint32_t found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+    uint32_t found = kvp_find_here(pool, c, keys, n, prefix, refs);
 
     /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
     if (KVP_MANY_HOSTS && found < n) {
         kvp_replay(pool, KVP_PATIENCE);
         if (co_load(&pool->arena.head->learned) != learned) /* by us, or by another worker since we searched */
-            found = kvp_directory_find(pool, c, keys, n, prefix, refs);
+            found = kvp_find_here(pool, c, keys, n, prefix, refs);
     }
     kvp_count(pool, KVP_COUNT_LOOKUPS, n);
     kvp_count(pool, KVP_COUNT_HITS, found);
@@ -56,7 +73,7 @@ static int64_t pin(kvp_pool *pool, uint64_t *refs, uint32_t n)
     uint32_t valid = pinned > 0 ? (uint32_t)pinned : 0;
     if (valid < n && (pinned >= 0 || pinned == KVP_E_STALE))
         kvp_doubt(pool, refs[valid]);
-    memset(refs + valid, 0, (n - valid) * sizeof *refs);
+    clear_refs(refs + valid, n - valid);
     struct kvp_order order = kvp_order_new(pool, valid);
     kvp_touch_refs(pool, refs, valid, &order);
     kvp_count(pool, KVP_COUNT_PINNED, valid);
@@ -69,11 +86,11 @@ int64_t kvp_match(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, uint
     int status = kvp_enter_class(pool, c);
 
     if (status) {
-        memset(refs, 0, n * sizeof *refs);
+        clear_refs(refs, n);
         return status;
     }
     int64_t found = kvp_find(pool, c, keys, n, 1, refs);
-    memset(refs + found, 0, (n - (size_t)found) * sizeof *refs);
+    clear_refs(refs + found, n - (uint32_t)found);
     int64_t pinned = found ? pin(pool, refs, (uint32_t)found) : 0;
     return pinned == KVP_E_STALE ? 0 : pinned; /* evicted between the two: a miss */
 }
@@ -100,7 +117,7 @@ int64_t kvp_pin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
     int status = kvp_enter(pool);
 
     if (status)
-        memset(refs, 0, n * sizeof *refs);
+        clear_refs(refs, n);
     return status ? status : pin(pool, refs, n);
 }
 
@@ -111,7 +128,7 @@ int kvp_unpin_refs(kvp_pool *pool, uint64_t *refs, uint32_t n)
     kvp_lock(pool);
     if (!pool->closed)
         kvp_unpin(&pool->arena, refs, n);
-    memset(refs, 0, n * sizeof *refs);
+    clear_refs(refs, n);
     kvp_unlock(pool);
     return KVP_OK;
 }
@@ -247,7 +264,7 @@ static int64_t publish_ordered(kvp_pool *pool, uint32_t c, uint32_t *numbers, co
         for (uint32_t i = 0; i < n; i++)
             numbers[i] = is_kept && !refs[i] ? numbers[i] : KVP_NO_BLOCK;
     } else {
-        memset(refs, 0, n * sizeof *refs);
+        clear_refs(refs, n);
     }
     if (order)
         order->done += n;

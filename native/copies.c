@@ -92,7 +92,9 @@ static int64_t read_all(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n
 
     for (uint32_t at = 0; at < n; at += BATCH) {
         uint32_t count = n - at < BATCH ? n - at : BATCH;
-        kvp_find(pool, c, (const uint8_t *)keys + 16 * (size_t)at, count, 0, refs);
+        int64_t found = kvp_find(pool, c, (const uint8_t *)keys + 16 * (size_t)at, count, 0, refs);
+        /* Not after the copies: a locked operation waits until their last line is in memory, and the caller need not. */
+        kvp_count(pool, KVP_COUNT_BYTES_OUT, (uint64_t)found * side->bytes);
         for (uint32_t i = 0; i < count; i++) {
             got[at + i] = (uint8_t)(refs[i] && read_one(pool, refs[i], side, at + i));
             if (!got[at + i])
@@ -101,7 +103,6 @@ static int64_t read_all(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n
         }
         kvp_touch_refs(pool, refs, count, &order);
     }
-    kvp_count(pool, KVP_COUNT_BYTES_OUT, (uint64_t)total * side->bytes);
     return total;
 }
 
@@ -113,6 +114,13 @@ int64_t kvp_read(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, void 
     if (status || (status = check_bytes(pool, c, bytes)))
         return status;
     return read_all(pool, c, keys, n, &side, got);
+}
+
+int64_t kvp_read_one(kvp_pool *pool, uint32_t c, const void *key, void *to, uint64_t bytes)
+{
+    uint8_t got;
+
+    return kvp_read(pool, c, key, 1, &to, bytes, &got);
 }
 
 int64_t kvp_read_parts(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const struct kvp_part *parts,
@@ -183,7 +191,7 @@ static int64_t put_batch(kvp_pool *pool, uint32_t c, const uint8_t *keys, uint32
     uint32_t numbers[BATCH], which[BATCH], count = 0;
     uint8_t wanted[BATCH * KVP_KEY_BYTES];
 
-    kvp_directory_find(pool, c, keys, n, 0, refs);
+    kvp_find_here(pool, c, keys, n, 0, refs);
     for (uint32_t i = 0; i < n; i++)
         if (!refs[i]) {
             memcpy(wanted + 16 * (size_t)count, keys + 16 * (size_t)i, 16);
@@ -224,6 +232,11 @@ int64_t kvp_put(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const 
     if (status || (status = check_bytes(pool, c, bytes)))
         return status;
     return put_all(pool, c, keys, n, &side);
+}
+
+int64_t kvp_put_one(kvp_pool *pool, uint32_t c, const void *key, const void *from, uint64_t bytes)
+{
+    return kvp_put(pool, c, key, 1, &from, bytes);
 }
 
 int64_t kvp_put_parts(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, const struct kvp_part *parts,

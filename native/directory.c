@@ -98,11 +98,11 @@ static int contend(kvp_pool *pool, uint32_t c, const struct kvp_entry *mine, con
     return 1;
 }
 
-static struct kvp_entry *empty_in(struct kvp_entry *entry)
+static struct kvp_entry *empty_in(struct kvp_entry *entry, uint32_t from)
 {
-    for (int j = 0; j < KVP_HOME_ENTRIES; j++)
-        if (co_load(&entry[j].value) == 0)
-            return &entry[j];
+    for (uint32_t j = from; j < from + KVP_HOME_ENTRIES; j++)
+        if (co_load(&entry[j % KVP_HOME_ENTRIES].value) == 0)
+            return &entry[j % KVP_HOME_ENTRIES];
     return NULL;
 }
 
@@ -125,7 +125,7 @@ static struct kvp_entry *place(const kvp_pool *pool, const struct kvp_key *key, 
 
     for (uint64_t i = 0; i < KVP_GROUP_HOMES + KVP_DEPTH_MAX && !empty; i++) {
         *at = i < KVP_GROUP_HOMES ? i ^ better : i;
-        empty = empty_in(home(pool, key, *at));
+        empty = empty_in(home(pool, key, *at), first_place(key, *at));
     }
     return empty;
 }

@@ -175,7 +175,9 @@ static inline uint64_t kvp_life(const kvp_pool *pool)
 void kvp_unlink_victim(kvp_pool *pool, uint32_t class, uint32_t number, enum kvp_event_kind kind);
 /* One holder less. */
 void kvp_pool_release(kvp_pool *pool);
-/* kvp_directory_find, counted. */
+/* kvp_directory_find; one key needs no search that hides the latency of many. */
+uint32_t kvp_find_here(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* The same, counted; with many hosts a miss looks at their logs. */
 int64_t kvp_find(kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
 /* kvp_publish as a part of a call whose order is given. */
 int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t class, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,

@@ -6,24 +6,47 @@
 
 struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t c, uint32_t n)
 {
-    struct kvp_hold *hold = malloc(sizeof *hold + (size_t)n * (sizeof *hold->refs + sizeof *hold->numbers));
+    struct kvp_hold *hold = malloc(sizeof *hold + (size_t)n * (sizeof *hold->refs + sizeof *hold->numbers + sizeof *hold->blocks));
 
     if (!hold)
         return NULL;
     *hold = (struct kvp_hold){.pool = pool, .class_ = c, .n = n};
     hold->refs = (uint64_t *)(void *)(hold + 1);
-    hold->numbers = (uint32_t *)(void *)(hold->refs + n);
+    hold->blocks = (int64_t *)(void *)(hold->refs + n);
+    hold->numbers = (uint32_t *)(void *)(hold->blocks + n);
     memset(hold->refs, 0, n * sizeof *hold->refs);
     memset(hold->numbers, 0xff, n * sizeof *hold->numbers); /* KVP_NO_BLOCK */
     __atomic_add_fetch(&pool->holders, 1, __ATOMIC_RELAXED);
     return hold;
 }
 
+static void number_blocks(struct kvp_hold *hold, int64_t pinned)
+{
+    for (int64_t i = 0; i < pinned; i++)
+        hold->blocks[i] = kvp_block_number((uint32_t)hold->refs[i]);
+}
+
 int64_t kvp_hold_match(struct kvp_hold *hold, const void *keys, uint32_t n)
 {
     if (n > hold->n)
         return kvp_fail(KVP_E_INVALID, "%u keys do not fit a hold of %u", n, hold->n);
-    return kvp_match(hold->pool, hold->class_, keys, n, hold->refs);
+    int64_t pinned = kvp_match(hold->pool, hold->class_, keys, n, hold->refs);
+    number_blocks(hold, pinned);
+    return pinned;
+}
+
+int64_t kvp_hold_get(struct kvp_hold *hold, const void *key)
+{
+    int64_t pinned = kvp_hold_match(hold, key, 1);
+
+    return pinned > 0 ? (int64_t)hold->refs[0] : pinned;
+}
+
+int64_t kvp_hold_reserve(struct kvp_hold *hold)
+{
+    int64_t status = kvp_reserve(hold->pool, hold->class_, hold->n, hold->numbers);
+
+    return status < 0 || !hold->n ? status : hold->numbers[0];
 }
 
 int64_t kvp_hold_match_tokens(struct kvp_hold *hold, kvp_hash hash, const void *secret, const uint32_t *tokens,
@@ -48,8 +71,10 @@ int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs, uint32_t n)
         return kvp_fail(KVP_E_INVALID, "%u references do not fit a hold of %u", n, hold->n);
     memcpy(hold->refs, refs, n * sizeof *refs);
     int64_t pinned = kvp_pin_refs(hold->pool, hold->refs, n);
-    if (pinned < 0 || pinned == n)
+    if (pinned < 0 || pinned == n) {
+        number_blocks(hold, pinned);
         return pinned;
+    }
     kvp_unpin_refs(hold->pool, hold->refs, n);
     uint64_t wrong = refs[pinned]; /* again, alone, for its own error */
     int64_t status = kvp_pin_refs(hold->pool, &wrong, 1);

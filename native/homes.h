@@ -29,6 +29,12 @@ static inline struct kvp_entry *home(const kvp_pool *pool, const struct kvp_key 
     return pool->directory + index * KVP_HOME_ENTRIES;
 }
 
+/* Where in its i-th home a key's group begins, if it finds that half free: a search asks for that half's lines first. */
+static inline uint32_t first_place(const struct kvp_key *key, uint64_t i)
+{
+    return (uint32_t)key->low >> i & 1 ? GROUP : 0; /* of the i-th home the low bits choose nothing else */
+}
+
 /* How many homes a search for this key looks at. */
 static inline uint64_t homes_of(const kvp_pool *pool, const struct kvp_key *key)
 {

@@ -326,6 +326,9 @@ int64_t kvp_read(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, 
 /* Reserve, copy in (non-temporal), publish: keys that are present are skipped. Works in batches of 64 keys, each of which
  * is stored whole or not at all. Returns how many were stored, FULL if not even one batch could be. */
 int64_t kvp_put(kvp_pool *pool, uint32_t class_, const void *keys, uint32_t n, const void *const *from, uint64_t bytes);
+/* The same of one block. */
+int64_t kvp_read_one(kvp_pool *pool, uint32_t class_, const void *key, void *to, uint64_t bytes);
+int64_t kvp_put_one(kvp_pool *pool, uint32_t class_, const void *key, const void *from, uint64_t bytes);
 /* The block of an engine, which seldom lies in one piece (one per layer, say): piece by piece, each a row of a table.
  * Row r of a part is at base + r * stride and goes to, or comes from, byte `at` of the pool's block. */
 struct kvp_part {
@@ -350,6 +353,7 @@ struct kvp_hold {
     kvp_pool *pool;
     uint64_t *refs;            /* pinned; 0 where nothing is */
     uint32_t *numbers;         /* reserved; KVP_NO_BLOCK where nothing is */
+    int64_t *blocks;           /* numbers of what the last kvp_hold_match or kvp_hold_pin has pinned */
     uint32_t class_;
     uint32_t n;
 };
@@ -357,6 +361,10 @@ struct kvp_hold {
 struct kvp_hold *kvp_hold_new(kvp_pool *pool, uint32_t class_, uint32_t n);
 /* As kvp_match, into an empty hold for n keys or more. */
 int64_t kvp_hold_match(struct kvp_hold *hold, const void *keys, uint32_t n);
+/* The same of one key: the reference of its block, or 0. */
+int64_t kvp_hold_get(struct kvp_hold *hold, const void *key);
+/* As kvp_reserve, as many blocks as an empty hold was made for: the number of the first. */
+int64_t kvp_hold_reserve(struct kvp_hold *hold);
 /* kvp_keys and kvp_hold_match in one: a request's tokens to its pinned prefix. The hash hides the latency of the directory. */
 int64_t kvp_hold_match_tokens(struct kvp_hold *hold, kvp_hash hash, const void *secret, const uint32_t *tokens,
                               uint32_t blocks, uint32_t block_tokens, struct kvp_chain *chain, void *keys);

@@ -92,12 +92,12 @@ static void note_use(kvp_pool *pool, uint64_t ref)
 }
 
 /* A plain store: two workers that touch at once lose one use, never a block. */
-static inline __attribute__((always_inline)) void touch_all(kvp_pool *pool, const uint64_t *refs, uint32_t n,
-                                                            const struct kvp_order *order,
-                                                            uint64_t (*touch)(uint64_t score, uint64_t stamp))
+static kvp_inline void touch_all(kvp_pool *pool, const uint64_t *refs, uint32_t n, const struct kvp_order *order,
+                                 uint64_t (*touch)(uint64_t score, uint64_t stamp))
 {
     for (uint32_t i = 0; i < n; i++) {
-        if (i + AHEAD < n) /* blocks of one call need not be neighbours: no score waits for the one before */
+        /* Blocks of one call need not be neighbours: no score waits for the one before. */
+        if (i + AHEAD < n && (uint32_t)(refs[i + AHEAD] ^ refs[i + AHEAD - 1]) / (KVP_LINE / sizeof(co_u64)))
             kvp_prefetch(score_of(pool, refs[i + AHEAD]));
         if (!refs[i])
             continue;
@@ -174,10 +174,9 @@ static int build(kvp_pool *pool, uint32_t c)
 
     if (!heap->item) {
         heap->capacity = class->blocks * 2;
-        heap->item = malloc((size_t)heap->capacity * sizeof *heap->item);
+        heap->item = kvp_table_new(heap->capacity * sizeof *heap->item);
         if (!heap->item)
             return 0;
-        kvp_prefer_huge(heap->item, heap->capacity * sizeof *heap->item);
     }
     look_at_clock(pool);
     pool->foreign &= ~(1u << c);

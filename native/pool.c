@@ -501,7 +501,7 @@ void kvp_pool_release(kvp_pool *pool)
     strike_off(pool);
     kvp_arena_free(&pool->arena);
     for (uint32_t c = 0; c < KVP_CLASSES_MAX; c++)
-        free(pool->heap[c].item);
+        kvp_table_free(pool->heap[c].item, pool->heap[c].capacity * sizeof *pool->heap[c].item);
     if (!pool->borrows)
         kvp_mapping_close(&pool->mapping);
     kvp_mapping_close(&pool->host_mapping);

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpool.arguments import whole
-from kvpool.bindings import ffi, lib
+from kvpool.bindings import Core, ffi, lib
 from kvpool.bindings.errors import Closed, InvalidArgument, NotOwned, PoolFull, WrongThread
 from kvpool.keys import KeysLike, key_buffer
 
@@ -29,30 +30,98 @@ def demand_room(pool: Pool, block_class: int, count: int) -> None:
         raise PoolFull(f"{count} blocks were asked for: the pool has {most} of this size")
 
 
-def new_hold(pool: Pool, block_class: int, capacity: int) -> Any:
+def new_hold(core: Core, handle: Any, block_class: int, capacity: int) -> Any:
     """An empty hold whose destructor is a C function.
 
     A `__del__` in Python could swallow a KeyboardInterrupt that arrives while it runs; this cannot, and it knows what
     is held at whatever moment an exception comes.
     """
-    core = pool.core
-    raw = core.lib.kvp_hold_new(pool.handle, block_class, capacity)
+    raw = core.lib.kvp_hold_new(handle, block_class, capacity)
     if not raw:
         raise MemoryError(f"no memory for a list of {capacity} blocks")
     return core.ffi.gc(raw, core.lib.kvp_hold_end)
 
 
-_unpack, _buffer = ffi.unpack, ffi.buffer
 _SPARES_MAX = 64
 """How many released holds of a class and size wait for the next hit: making one costs more than a match."""
+_ROWS_MAX = 1 << 16
+_NUMBER: int = lib.KVP_BLOCKS_MAX
+_buffer = ffi.buffer
 
 
-def _bytes_of(refs: Any, count: int) -> bytes:
-    """References, as they are now."""
-    if count == 1:
-        return int(refs[0]).to_bytes(8, sys.byteorder)
-    copy: bytes = _buffer(refs, 8 * count)[:]
-    return copy
+class Rows:
+    """A view of each block of a class, kept once it was made: making one costs more than finding the block."""
+
+    __slots__ = ("_all", "_array", "_some", "seen")
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array
+        self._all: NDArray[Any] | None = None
+        """By number, from the first use on; not where there are many."""
+        self._some: dict[int, NDArray[np.uint8]] = {}
+        self.seen: dict[int, NDArray[np.uint8]] = {}
+        """Of single blocks, by reference. Bounded, for references are new for ever."""
+
+    def add(self, ref: int) -> NDArray[np.uint8]:
+        """The view of a block that was not seen under this reference."""
+        if len(self.seen) >= min(4 * len(self._array), _ROWS_MAX):
+            self.seen.clear()  # of publications that are long over
+        row = self.seen[ref] = self._one(ref & _NUMBER)
+        return row
+
+    def _one(self, number: int) -> NDArray[np.uint8]:
+        row = self._some.get(number)
+        if row is None:
+            row = self._array[number]
+            if len(self._some) < _ROWS_MAX:
+                self._some[number] = row
+        return row
+
+    def of(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """The views of blocks, by number. numpy picks them: a number that Python sees costs more than its view."""
+        if self._all is None:
+            if len(self._array) > _ROWS_MAX:
+                return [self._one(number) for number in numbers.tolist()]
+            every = np.empty(len(self._array), object)
+            every[:] = list(self._array)
+            self._all = every
+        views: list[NDArray[np.uint8]] = self._all[numbers].tolist()
+        return views
+
+
+Made = tuple[Any, "NDArray[np.int64]", Any]
+"""A hold, and where C says which blocks it has pinned: their numbers, and a buffer of their references. Both are valid
+while the hold is there."""
+
+
+class Shelf:
+    """What the hits of one class and size share, and their holds that wait for the next one."""
+
+    __slots__ = ("_capacity", "_core", "_handle", "block_class", "clear", "keep", "rows", "seen", "spare")
+
+    def __init__(self, core: Core, handle: Any, block_class: int, capacity: int, rows: Rows) -> None:
+        self._core = core
+        self._handle = handle
+        self._capacity = capacity
+        self.block_class = block_class
+        self.rows, self.seen = rows, rows.seen
+        self.clear = core.lib.kvp_hold_clear
+        spares: deque[Made] = deque(maxlen=_SPARES_MAX)
+        self.spare, self.keep = spares.pop, spares.append
+
+    def take(self) -> Made:
+        """An empty hold."""
+        try:
+            return self.spare()
+        except IndexError:
+            held, count = new_hold(self._core, self._handle, self.block_class, self._capacity), self._capacity
+            blocks = np.frombuffer(_buffer(held.blocks, 8 * count), np.int64)
+            return held, blocks, _buffer(held.refs, 8 * count)
+
+
+def shelves(core: Core, handle: Any, block_class: int, rows: Rows) -> list[Shelf]:
+    """Those of a class: for a hit of `count` blocks number (count - 1).bit_length()."""
+    return [Shelf(core, handle, block_class, 1 << bits, rows) for bits in range(33)]
 
 
 class Hit:
@@ -64,54 +133,61 @@ class Hit:
     one that made it (in a forked child it is inert).
     """
 
-    __slots__ = (
-        "__weakref__", "_blocks", "_box", "_first", "_pool", "_raw", "_refs", "_spares", "block_class", "count", "held",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_made", "_pool", "_raw", "_shelf", "count")
 
-    def __init__(self, pool: Pool, block_class: int, capacity: int) -> None:
+    def __init__(self, pool: Pool, shelf: Shelf, made: Any, count: int, raw: int | bytes | None) -> None:
         self._pool = pool
-        self.block_class = block_class
-        self.count = 0
-        """How many of the references in `held` are pinned, from the first on."""
-        self._raw: bytes | None = None
-        self._refs: NDArray[np.uint64] | None = None
-        self._blocks: NDArray[np.uint32] | None = None
-        spares = self._spares = pool.spares[block_class][capacity.bit_length()]
-        try:
-            made = spares.pop()
-        except IndexError:
-            held = new_hold(pool, block_class, (1 << capacity.bit_length()) - 1)
-            made = held, held.refs
-        self.held: Any = made[0]
-        self._first = made[1]  # of its references: reading the member costs as much as a reference
-        self._box = [made]  # who takes it out releases it: one of two threads
+        self._shelf = shelf
+        self._made = made  # as `Shelf.take` gave it. Who deletes it releases: one of two threads
+        self.count = count
+        """How many blocks are pinned, from the first key on."""
+        self._raw = raw  # the references, of one block as a number; None: as they are in `held`
+
+    @classmethod
+    def empty(cls, pool: Pool, block_class: int, capacity: int) -> Hit:
+        """With room for so many blocks, for C to pin them in `held`."""
+        shelf = pool.shelves[block_class][(capacity - 1).bit_length()]
+        return cls(pool, shelf, shelf.take(), 0, None)
+
+    @property
+    def held(self) -> Any:
+        """What C has pinned, until it is released."""
+        return self._made[0]
 
     def hold(self, count: int, *, holes: bool = False) -> Hit:
         """The first `count` references are pinned now, but for holes."""
         self.count = count
         if holes:
-            self._raw = self._bytes()
+            self._keep_refs(self._made)
         return self
+
+    @property
+    def block_class(self) -> int:
+        """Which size of blocks."""
+        return self._shelf.block_class
+
+    def _keep_refs(self, made: Made) -> None:
+        """Before the hold may be another's. Whoever finds here that nothing was kept has read it before that."""
+        now = made[2][: 8 * self.count]
+        if self._raw is None:
+            self._raw = now
 
     @property
     def refs(self) -> NDArray[np.uint64]:
         """The references, as they were when the blocks were pinned."""
-        if self._refs is None:
-            self._refs = np.frombuffer(self._bytes(), np.uint64)
-        return self._refs
-
-    def _bytes(self) -> bytes:
-        _held, raw = self.held, self._raw  # in the reverse order of `release`; what is held is not freed
-        now = _bytes_of(self._first, self.count) if raw is None else raw
-        return now if self._raw is None else self._raw
+        if self._raw is None:
+            with suppress(AttributeError):  # released just now
+                self._keep_refs(self._made)
+        raw = self._raw
+        return np.array([raw], np.uint64) if isinstance(raw, int) else np.frombuffer(raw or b"", np.uint64)
 
     @property
     def blocks(self) -> NDArray[np.uint32]:
         """The numbers of the blocks."""
-        if self._blocks is None:
-            self._blocks = (self.refs & np.uint64(lib.KVP_BLOCKS_MAX)).astype(np.uint32)
-            self._blocks[self.refs == 0] = lib.KVP_NO_BLOCK
-        return self._blocks
+        refs = self.refs
+        blocks = (refs & np.uint64(_NUMBER)).astype(np.uint32)
+        blocks[refs == 0] = lib.KVP_NO_BLOCK
+        return blocks
 
     def __len__(self) -> int:
         return self.count
@@ -122,12 +198,20 @@ class Hit:
     @property
     def views(self) -> list[NDArray[np.uint8]]:
         """One read-only uint8 array per block, over the pool's memory. Valid while the hit is held."""
-        rows, held, first = self._pool.rows[self.block_class], self.held, self._first
-        if held is None or self._raw is not None:
-            return list(map(rows.__getitem__, self.refs.tolist()))
-        if self.count == 1:
-            return [rows[first[0]]]
-        return list(map(rows.__getitem__, _unpack(first, self.count)))
+        raw, shelf = self._raw, self._shelf
+        try:
+            if raw is not None:
+                return [shelf.seen[raw]]  # type: ignore[index]
+            views = shelf.rows.of(self._made[1][: self.count])
+            if self._raw is None:  # else it was released meanwhile, and they may be another's
+                return views
+        except (KeyError, AttributeError):
+            if isinstance(raw, int):
+                return [shelf.rows.add(raw)]
+        numbers = self.blocks.astype(np.int64)
+        if lib.KVP_NO_BLOCK in numbers:
+            raise IndexError("one of the blocks is not pinned: another stands under its key")
+        return shelf.rows.of(numbers)
 
     def views_as(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> list[NDArray[Any]]:
         """One read-only array of `dtype` and `shape` (default: a whole block) per block, over the pool's memory."""
@@ -136,16 +220,7 @@ class Hit:
 
     def release(self) -> None:
         """Undo the pins. Idempotent."""
-        try:
-            made = self._box.pop()
-        except IndexError:
-            return
-        if self._raw is None:
-            self._raw = _bytes_of(made[1], self.count)
-        self.held = None
-        self._pool.clear_hold(made[0])
-        if len(self._spares) < _SPARES_MAX:
-            self._spares.append(made)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Hit:
         return self
@@ -153,7 +228,19 @@ class Hit:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        try:
+            made = self._made
+            if self._raw is None:
+                now = made[2][: 8 * self.count]
+                if self._raw is None:
+                    self._raw = now
+            del self._made
+        except AttributeError:
+            return
+        shelf = self._shelf
+        clear, keep = shelf.clear, shelf.keep  # a name of its own costs less than a method: the interpreter caches it
+        clear(made[0])
+        keep(made)
 
     def __repr__(self) -> str:
         return f"<Hit {len(self)} blocks of class {self.block_class}>"
@@ -174,7 +261,7 @@ class Reservation:
         self.block_class = block_class
         self.keys = keys
         self._thread = threading.get_ident()
-        self.held = new_hold(pool, block_class, keys[1])
+        self.held = new_hold(pool.core, pool.handle, block_class, keys[1])
         self._views: list[NDArray[Any]] = []
         self.blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.refs: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -251,10 +338,10 @@ class Reservation:
         our block stays reserved until `withdraw`. Raises `NoPins` as well: then nothing has happened.
         """
         self._enter()
-        hit = Hit(self._pool, self.block_class, len(self))
+        hit = Hit.empty(self._pool, self.block_class, len(self))
         refs = np.frombuffer(ffi.buffer(hit.held.refs, 8 * len(self)), np.uint64)
         self._publish(keys, self._pool.core.lib.kvp_publish_kept, hit.held.refs, refs)
-        return hit.hold(len(self), holes=not self.refs.all())
+        return hit.hold(len(self), holes=True)
 
     def _publish(self, keys: KeysLike | None, verb: Any, target: Any, refs: NDArray[np.uint64]) -> int:
         """`verb` writes to `target`, which `refs` shows."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any, final, overload
 
 import numpy as np
 
@@ -82,6 +82,7 @@ class Identity:
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
+@final
 class Keys(Sequence[bytes]):
     """Keys of a chain of blocks: 16 bytes each, in one buffer. Immutable; slices share the buffer.
 
@@ -154,13 +155,15 @@ KeysLike = Keys | bytes | bytearray | memoryview | Sequence[bytes]
 
 
 def key_buffer(keys: KeysLike) -> tuple[Any, int]:
-    """A cdata pointer to the keys and their number; the pointer keeps what it points to alive.
+    """A pointer to the keys, as C functions take it, and their number; it keeps what it points to alive.
 
     Accepts Keys, one buffer of n x 16 bytes, or a sequence of 16-byte strings. Raises `InvalidArgument` for another
     length.
     """
-    if isinstance(keys, Keys):
+    if type(keys) is Keys:
         return keys.pointer
+    if type(keys) is bytes and not len(keys) % KEY_BYTES:
+        return keys, len(keys) // KEY_BYTES  # cffi takes its address
     if not isinstance(keys, bytes | bytearray | memoryview):
         parts = [key if isinstance(key, bytes) else _key_bytes(key) for key in _list_of("keys", keys)]
         wrong = next((key for key in parts if len(key) != KEY_BYTES), None)

@@ -24,7 +24,10 @@ __all__ = ["Namespace", "Parts"]
 
 T = TypeVar("T")
 WAIT_S = 1.0
+_new: Any = object.__new__
 _TURN_S = 0.1  # then Python looks for signals that another thread took
+_MISSED, _GOT = np.array([False]), np.array([True])
+_from_buffer = ffi.from_buffer
 _BYTES, _POINTERS = ffi.typeof("char[]"), ffi.typeof("void *[]")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.0005, 0.02
 
@@ -65,6 +68,11 @@ class Namespace:
         self._maker = KeyMaker(identity, tenant)
         self._core = pool.core
         self._match = pool.core.lib.kvp_hold_match
+        self._get = pool.core.lib.kvp_hold_get
+        self._put_one, self._read_one = pool.core.lib.kvp_put_one, pool.core.lib.kvp_read_one
+        self._handle = pool.handle
+        self._shelves = pool.shelves[block_class]
+        self._ones = self._shelves[0]
         self._hash = hash_of(pool.core)
 
     def keys(self, token_ids: Any, *, after: Keys | None = None) -> Keys:
@@ -88,9 +96,25 @@ class Namespace:
         With few pin slots left the prefix is as long as they reach; `NoPins` if there is none.
         """
         pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
-        hit = Hit(self.pool, self.block_class, count)
-        found = self._match(hit.held, pointer, count)
-        hit.count = found if found >= 0 else self._core.check(found)
+        shelf = self._ones if count == 1 else self._shelves[(count - 1).bit_length()]
+        get, match, spare = self._get, self._match, shelf.spare  # a name of its own costs less than a method
+        try:
+            made = spare()
+        except IndexError:
+            made = shelf.take()
+        found = get(made[0], pointer) if count == 1 else match(made[0], pointer, count)
+        if found <= 0:
+            return Hit(self.pool, shelf, made, self._core.check(found), b"")
+        hit: Hit = _new(Hit)  # its __init__, which costs as much as the search, by hand
+        hit._pool = self.pool
+        hit._shelf = shelf
+        hit._made = made
+        if count == 1:
+            hit.count = 1
+            hit._raw = found
+        else:
+            hit.count = found
+            hit._raw = None
         return hit
 
     def match_tokens(self, token_ids: Any, *, after: Keys | None = None) -> tuple[Keys, Hit]:
@@ -99,7 +123,7 @@ class Namespace:
         Faster than both: the hash hides the latency of the directory.
         """
         arguments, array = self._maker.request(self._core.ffi, token_ids, after)
-        hit = Hit(self.pool, self.block_class, len(array))
+        hit = Hit.empty(self.pool, self.block_class, len(array))
         hit.count = self._core.check(self._core.lib.kvp_hold_match_tokens(hit.held, self._hash, *arguments))
         return self._maker.made(arguments, array), hit
 
@@ -137,7 +161,7 @@ class Namespace:
         new = Reservation(self.pool, self.block_class, wanted)
 
         def attempt() -> Reservation:
-            self._core.check(self._core.lib.kvp_reserve(self.pool.handle, self.block_class, len(new), new.held.numbers))
+            self._core.check(self._core.lib.kvp_hold_reserve(new.held))
             return new.hold()
 
         return patiently(attempt, timeout)
@@ -149,16 +173,27 @@ class Namespace:
         keys, each stored whole or not at all. Returns how many blocks were stored. Raises `PoolFull` if not even one
         batch could be after `timeout` seconds (default 1), `InvalidArgument` for buffers that do not fit.
         """
-        pointer, count = key_buffer(keys)
-        put, handle, number = self._core.lib.kvp_put, self.pool.handle, self.block_class
+        pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
         if timeout is not None:
             seconds("timeout", timeout)
-        sources, array, length = _pointers(buffers, count, writable=False)
-        stored: int = put(handle, number, pointer, count, array, length)
-        if stored < 0:  # nearly never: no clock is read, and no function made
-            stored = patiently(lambda: self._core.check(put(handle, number, pointer, count, array, length)), timeout)
-        del sources
-        return stored
+        if count == 1:  # by far the most frequent: nothing is made but the address
+            try:
+                [buffer] = buffers
+                source = _from_buffer(buffer)
+                length = len(source)
+            except (TypeError, ValueError, BufferError):
+                length = 0
+            if not length:
+                [source], _, length = _pointers(buffers, 1, writable=False)  # says what is wrong
+            one = self._put_one
+            stored: int = one(self._handle, self.block_class, pointer, source, length)
+            if stored >= 0:
+                return stored
+            call: tuple[Any, ...] = one, self._handle, self.block_class, pointer, source, length
+        else:
+            _held, array, length = _pointers(buffers, count, writable=False)
+            call = self._core.lib.kvp_put, self._handle, self.block_class, pointer, count, array, length
+        return patiently(lambda: self._core.check(call[0](*call[1:])), timeout)
 
     def get_into(self, keys: KeysLike, buffers: Sequence[Any] | NDArray[Any]) -> NDArray[np.bool_]:
         """Copy blocks out, without pinning; True where the buffer holds the right bytes.
@@ -166,13 +201,26 @@ class Namespace:
         All buffers have the same length, at most a block's. A False is a miss: that buffer is as it was, or zeroed if
         the block was reused during the copy. The interpreter lock is released meanwhile.
         """
-        pointer, count = key_buffer(keys)
+        pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
+        if count == 1:
+            try:
+                [buffer] = buffers
+                target = _from_buffer(_BYTES, buffer, True)
+                length = len(target)
+            except (TypeError, ValueError, BufferError):
+                length = 0
+            if not length:
+                [target], _, length = _pointers(buffers, 1, writable=True)  # says what is wrong
+            one = self._read_one
+            found = one(self._handle, self.block_class, pointer, target, length)
+            if found > 0:
+                return _GOT.copy()
+            self._core.check(found)
+            return _MISSED.copy()
         targets, array, length = _pointers(buffers, count, writable=True)
         got = np.empty(count, np.bool_)
         read = self._core.lib.kvp_read
-        found = read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got))
-        if found < 0:
-            self._core.check(found)
+        self._core.check(read(self.pool.handle, self.block_class, pointer, count, array, length, ffi.from_buffer(got)))
         del targets
         return got
 
@@ -300,8 +348,6 @@ def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bo
         how = f"{len(buffers)} buffers" if hasattr(buffers, "__len__") else repr(buffers)
         raise InvalidArgument(f"{count} keys and {how}: one buffer per key")
     try:
-        if count == 1 and len(one := ffi.from_buffer(_BYTES, buffers[0], writable)):  # by far the most frequent
-            return [one], ffi.new(_POINTERS, [one]), len(one)
         held = [ffi.from_buffer(_BYTES, buffer, writable) for buffer in buffers]
     except (TypeError, ValueError, BufferError) as error:
         need = "contiguous, writable" if writable else "contiguous"

@@ -29,7 +29,7 @@ from kvpool.bindings.errors import (
 from kvpool.bindings.views import class_array, class_torch, mapping_array
 from kvpool.devices import free_dax
 from kvpool.fencing import Answers, Fence
-from kvpool.handles import Hit
+from kvpool.handles import Hit, Rows, shelves
 from kvpool.namespace import Namespace
 from kvpool.sizes import parse_size
 from kvpool.stock import Stock
@@ -46,33 +46,6 @@ BLOCK_BYTES_MIN, BLOCK_BYTES_MAX, BLOCK_BYTES_STEP = 4 << 10, 16 << 20, 64
 _POPULATE_STEP = 256 << 20
 LEASE_S_MAX = 4e6
 Progress = Callable[[int, int], None]
-
-
-_SIZES, _ROWS_MAX = 33, 1 << 16
-_NUMBER: int = lib.KVP_BLOCKS_MAX
-
-
-class Rows(dict[int, "NDArray[np.uint8]"]):
-    """A view of each block that was looked at, by reference: making one costs more than finding the block."""
-
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self._array = array
-        self._by_number: dict[int, NDArray[np.uint8]] = {}
-        self._most = min(4 * len(array), _ROWS_MAX)
-
-    def __missing__(self, ref: int) -> NDArray[np.uint8]:
-        if not ref:
-            raise IndexError("one of the blocks is not pinned: another stands under its key")
-        number = ref & _NUMBER
-        row = self._by_number.get(number)
-        if row is None:
-            row = self._array[number]
-            if len(self._by_number) < _ROWS_MAX:
-                self._by_number[number] = row
-        if len(self) >= self._most:
-            self.clear()  # of publications that are long over
-        self[ref] = row
-        return row
 
 
 class Pool:
@@ -92,13 +65,10 @@ class Pool:
         self._info = reports.pool_info(core, handle)
         self._memory = mapping_array(core, handle, self._info["bytes"])
         self._arrays: dict[Any, NDArray[Any]] = {}
-        classes = range(len(self._info["classes"]))
-        self.rows = [Rows(self.tensor(number)) for number in classes]
-        """The blocks of each class by reference, as read-only bytes. For `Hit`."""
-        self.spares: list[list[list[Any]]] = [[[] for _ in range(_SIZES)] for _ in classes]
-        """Empty holds of each class and size, and where their references begin. For `Hit`."""
-        self.clear_hold = core.lib.kvp_hold_clear
-        """For `Hit`."""
+        self.shelves = [
+            shelves(core, handle, number, Rows(self.tensor(number))) for number in range(len(self._info["classes"]))
+        ]
+        """Of each class, by the bits of a hit's size. For `Hit`."""
         self._answers = Answers()
 
     # ---- life ----
@@ -196,7 +166,7 @@ class Pool:
             raise InvalidArgument("references of one call are one row, of one block class")
         block_class = classes.pop() if classes else 0
         self._class(block_class)
-        hit = Hit(self, block_class, len(wanted))
+        hit = Hit.empty(self, block_class, len(wanted))
         pointer = ffi.from_buffer("uint64_t[]", wanted)
         return hit.hold(self.core.check(self.core.lib.kvp_hold_pin(hit.held, pointer, len(wanted))))
 

@@ -34,7 +34,8 @@ class Stock:
         self._core = pool.core
         self.block_class = block_class
         self._blocks: int = pool.info["classes"][block_class]["blocks"]
-        self._hold = new_hold(pool, block_class, self._blocks)  # a place for each number: its reference, and itself
+        # A place for each number: its reference, and itself.
+        self._hold = new_hold(pool.core, pool.handle, block_class, self._blocks)
         self._lock = threading.Lock()
         self._refs = np.frombuffer(ffi.buffer(self._hold.refs, 8 * self._blocks), np.uint64)
         self._numbers = np.frombuffer(ffi.buffer(self._hold.numbers, 4 * self._blocks), np.uint32)

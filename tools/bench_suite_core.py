@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool import Namespace, Pool
+from kvpool import Keys, Namespace, Pool
 from kvpool.bindings import ffi, lib
 from kvpool.bindings.hashing import HASH
 from kvpool.handles import new_hold
@@ -43,14 +43,12 @@ METADATA_PERCENT_MAX = 0.1
 
 
 def reserver(pool: Pool, count: int) -> Callable[[], None]:
-    """Reserve and withdraw `count` blocks through the lowest calls, on buffers made before."""
-    numbers = np.empty(count, np.uint32)
-    pointer, handle = raw_pointer(numbers, "uint32_t *"), pool.handle
-    reserve, withdraw = lib.kvp_reserve, lib.kvp_withdraw
+    """Reserve and withdraw `count` blocks through the lowest calls, in a hold made before."""
+    hold, reserve, withdraw = new_hold(pool.core, pool.handle, 0, count), lib.kvp_hold_reserve, lib.kvp_hold_clear
 
     def pair() -> None:
-        reserve(handle, 0, count, pointer)
-        withdraw(handle, 0, pointer, count)
+        reserve(hold)
+        withdraw(hold)
 
     pair()
     return pair
@@ -136,7 +134,7 @@ class Copies:
         self.space: Namespace = self.pool.namespace(IDENTITY)
         self._rng = np.random.default_rng(SEED)
         self.buffers = list(np.full((self.count, stride), 7, np.uint8))
-        self.stored: list[bytes] = []
+        self.stored: list[Keys] = []
         self.reserved = self.space.reserve(self._new_keys(self.count))
         for turn in range(2 * self.count):  # full: from here on a put evicts the oldest block
             self._put(turn)
@@ -147,7 +145,7 @@ class Copies:
 
     def _put(self, turn: int) -> float:
         key = self._new_keys(1)
-        self.stored.append(key[0])
+        self.stored.append(key)
         buffer = [self.buffers[turn % self.count]]
         return elapsed_us(lambda: self.space.put(key, buffer))[0]
 
@@ -214,18 +212,18 @@ def namespace_reader(world: World, count: int) -> Callable[[], None]:
 
 def lowest_reader(world: World, count: int) -> Callable[[], None]:
     """The same through the lowest calls, into a hold made before."""
-    (keys, _), hold = world.any_keys(count).pointer, new_hold(world.pool, 0, count)
-    rows, refs, unpack = world.pool.rows[0], hold.refs, ffi.unpack
-    match, clear = lib.kvp_hold_match, lib.kvp_hold_clear
+    (keys, _), shelf = world.any_keys(count).pointer, world.pool.shelves[0][(count - 1).bit_length()]
+    (hold, blocks, _), rows, seen = shelf.take(), shelf.rows, shelf.rows.seen
+    get, match, clear = lib.kvp_hold_get, lib.kvp_hold_match, lib.kvp_hold_clear
+    rows.add(get(hold, keys))
+    clear(hold)
 
     def read_one() -> None:
-        match(hold, keys, 1)
-        rows[refs[0]]
+        seen[get(hold, keys)]
         clear(hold)
 
     def read() -> None:
-        found = match(hold, keys, count)
-        list(map(rows.__getitem__, unpack(refs, found)))
+        rows.of(blocks[: match(hold, keys, count)])
         clear(hold)
 
     return read_one if count == 1 else read

@@ -32,6 +32,8 @@ static void no_such_class(kvp_pool *pool)
     IS(kvp_touch(pool, 7, key, 1), KVP_E_RANGE);
     IS(kvp_read(pool, 7, key, 1, to, KVP_LINE, got), KVP_E_RANGE);
     IS(kvp_put(pool, 7, key, 1, from, KVP_LINE), KVP_E_RANGE);
+    IS(kvp_read_one(pool, 7, key, bytes, KVP_LINE), KVP_E_RANGE);
+    IS(kvp_put_one(pool, 7, key, bytes, KVP_LINE), KVP_E_RANGE);
     IS(kvp_fill(pool, 7, 0, bytes, KVP_LINE), KVP_E_RANGE);
     IS(kvp_publish(pool, 7, number, key, 1, ref), KVP_E_RANGE);
     IS(kvp_withdraw(pool, 7, number, 1), KVP_E_RANGE);
@@ -96,6 +98,16 @@ static void by_copy(kvp_pool *pool)
     IS(kvp_touch(pool, 0, key, 5), 4);
     IS(kvp_shrink(pool, 0, 3), 3);
     IS(kvp_shrink(pool, 0, 3), 1);
+    IS(kvp_read_one(pool, 0, key, bytes, KVP_LINE), 0);
+    IS(kvp_read_one(pool, 0, key, bytes, 99), KVP_E_INVALID);
+    IS(kvp_put_one(pool, 0, key, bytes, 99), KVP_E_INVALID);
+    IS(kvp_put_one(pool, 0, zero, bytes, KVP_LINE), KVP_E_INVALID);
+    IS(kvp_put_one(pool, 0, key, bytes, KVP_LINE), 1);
+    IS(kvp_put_one(pool, 0, key, bytes, KVP_LINE), 0);
+    bytes[0]++;
+    IS(kvp_read_one(pool, 0, key, bytes, KVP_LINE), 1);
+    IS(bytes[0], 0);
+    IS(kvp_shrink(pool, 0, 3), 1);
 }
 
 static void pins(kvp_pool *pool)
@@ -118,8 +130,15 @@ static void pins(kvp_pool *pool)
     IS(kvp_hold_match(hold, key, 3), KVP_E_INVALID);
     IS(kvp_hold_pin(hold, ref, 3), KVP_E_INVALID);
     IS(kvp_hold_match(hold, key, 2), 2);
+    IS(hold->blocks[1], kvp_block_number((uint32_t)ref[1]));
+    kvp_hold_clear(hold);
+    IS(kvp_hold_get(hold, &key[4]), 0);
+    IS(kvp_hold_get(hold, &key[2]), (int64_t)ref[2]);
+    IS(hold->blocks[0], kvp_block_number((uint32_t)ref[2]));
+    IS(kvp_reserve(pool, 0, 8, number), KVP_E_FULL);
     kvp_hold_clear(hold);
     IS(kvp_hold_pin(hold, ref, 2), 2);
+    IS(hold->blocks[1], kvp_block_number((uint32_t)ref[1]));
     IS(kvp_reserve(pool, 0, 7, number), KVP_E_FULL);
     IS(kvp_reserve(pool, 0, 6, number), KVP_OK);
     IS(kvp_withdraw(pool, 0, number, 6), KVP_OK);
@@ -127,9 +146,18 @@ static void pins(kvp_pool *pool)
     IS(kvp_lookup(pool, 0, key, 1, old), 0);
     world_look(pool, hold->refs[0], 0); /* removed and pinned: its bytes stay */
     kvp_hold_clear(hold);
-    IS(kvp_reserve(pool, 0, 2, hold->numbers), KVP_OK);
+    IS(kvp_hold_reserve(hold), hold->numbers[0]);
+    EX_CHECK(hold->numbers[1] != KVP_NO_BLOCK, "a hold of two has reserved one block");
+    IS(kvp_reserve(pool, 0, 7, number), KVP_E_FULL);
     kvp_hold_end(hold);
     kvp_hold_end(NULL);
+    hold = kvp_hold_new(pool, 0, 9);
+    IS(kvp_hold_reserve(hold), KVP_E_FULL);
+    kvp_hold_end(hold);
+    hold = kvp_hold_new(pool, 0, 0);
+    IS(kvp_hold_reserve(hold), 0);
+    IS(kvp_hold_get(hold, key), KVP_E_INVALID);
+    kvp_hold_end(hold);
     world_tick(pool);
     IS(kvp_reserve(pool, 0, 8, number), KVP_OK);
     IS(kvp_withdraw(pool, 0, number, 8), KVP_OK);

@@ -247,9 +247,15 @@ int kvp_mapping_collapse(const struct kvp_mapping *mapping)
     return 0;
 }
 
-void kvp_prefer_huge(void *memory, uint64_t bytes)
+void *kvp_table_new(uint64_t bytes)
 {
-    (void)memory, (void)bytes;
+    return calloc(bytes ? bytes : 1, 1);
+}
+
+void kvp_table_free(void *table, uint64_t bytes)
+{
+    (void)bytes;
+    free(table);
 }
 
 int kvp_mapping_unlink(const char *uri)

@@ -163,6 +163,45 @@ static void case_renew_late_live(void)
     kvp_pool_free(pool);
 }
 
+enum { GROUP_KEYS = 8 };
+
+static void *group_thread(void *argument)
+{
+    struct call *call = argument;
+    struct kvp_key keys[GROUP_KEYS];
+    static const uint8_t payload[4096];
+    const void *from[GROUP_KEYS];
+
+    for (uint64_t i = 0; i < GROUP_KEYS; i++)
+        keys[i] = key_of(i), from[i] = payload;
+    call->result = kvp_put(call->pool, 0, keys, GROUP_KEYS, from, sizeof payload);
+    return NULL;
+}
+
+/* All entries of a group stand before the first of its blocks is LIVE: until then nobody finds it by them. */
+static void case_found_before_live(void)
+{
+    kvp_pool *pool = make("memfd:", 1, 4), *other = share(pool);
+    struct call call = {other, 0, 0};
+    struct kvp_key keys[GROUP_KEYS];
+    uint64_t refs[GROUP_KEYS];
+    pthread_t thread;
+
+    for (uint64_t i = 0; i < GROUP_KEYS; i++)
+        keys[i] = key_of(i);
+    stop_at("publish.live"); /* the last is, the others are not yet */
+    pthread_create(&thread, NULL, group_thread, &call);
+    await_stop();
+    REQUIRE(kvp_lookup(pool, 0, keys, GROUP_KEYS - 1, refs) == 0, "blocks that are not LIVE are found");
+    REQUIRE(kvp_lookup(pool, 0, keys, GROUP_KEYS, refs) == 1 && refs[GROUP_KEYS - 1], "the one that is LIVE");
+    REQUIRE(kvp_match(pool, 0, keys, GROUP_KEYS, refs) == 0, "no prefix is there");
+    let_go();
+    pthread_join(thread, NULL);
+    REQUIRE(call.result == GROUP_KEYS && kvp_lookup(pool, 0, keys, GROUP_KEYS, refs) == GROUP_KEYS, "now all are");
+    kvp_pool_free(other);
+    kvp_pool_free(pool);
+}
+
 /* check says nothing of what a live worker is in the middle of. */
 static void case_check_during_evict(void)
 {
@@ -344,6 +383,7 @@ static const struct {
     {"withdraw_twice", case_withdraw_twice},
     {"renew_per_class", case_renew_per_class},
     {"renew_late_live", case_renew_late_live},
+    {"found_before_live", case_found_before_live},
     {"check_during_evict", case_check_during_evict},
     {"recover_while_opening", case_recover_while_opening},
     {"reboot_two_claims", case_reboot_two_claims},
