@@ -213,28 +213,37 @@ static void ask_batch(struct kvp_search *search, struct kvp_batch *batch)
         ask(search, &batch->group[batch->count]);
 }
 
-static void verify_batch(struct kvp_search *search, const struct kvp_batch *batch)
+static void settle(struct kvp_search *search, const struct kvp_group *group)
 {
-    for (uint32_t i = 0; i < batch->count && !search->is_over; i++) {
-        uint32_t there = verify(search, &batch->group[i], search->prefix);
-        search->is_over = search->prefix && there < batch->group[i].n;
-        search->found += there;
-    }
+    uint32_t there = verify(search, group, search->prefix);
+
+    search->found += there;
+    search->is_over = search->prefix && there < group->n;
 }
 
-/* Each batch one stage further, and a new one at the first: 0 if there is none any more. */
+/* The batch that comes to a stage at this turn. */
+static inline struct kvp_batch *batch_of(struct kvp_search *search, uint32_t stage)
+{
+    return &search->batch[(search->turn - stage) % KVP_STAGES]; /* a power of two: turns may begin below 0 */
+}
+
+/* Each batch one stage further, and a new one at the first: 0 if there is none any more. The last two stages in turn: a group
+ * whose blocks are scattered asks for more lines than a core waits for. */
 static int advance(struct kvp_search *search)
 {
-    struct kvp_batch *asked = &search->batch[search->turn % KVP_STAGES], *opened = &search->batch[(search->turn + 3) % KVP_STAGES];
-    struct kvp_batch *guessed = &search->batch[(search->turn + 2) % KVP_STAGES];
+    struct kvp_batch *asked = batch_of(search, 0), *opened = batch_of(search, 1);
+    struct kvp_batch *guessed = batch_of(search, 2), *verified = batch_of(search, 3);
 
+    search->turn++;
     ask_batch(search, asked);
     for (uint32_t i = 0; i < opened->count; i++)
         open_group(search, &opened->group[i]);
-    for (uint32_t i = 0; i < guessed->count; i++)
-        guess(search, &guessed->group[i]);
-    verify_batch(search, &search->batch[(search->turn + 1) % KVP_STAGES]);
-    search->turn++;
+    for (uint32_t i = 0; i < KVP_STAGE_GROUPS; i++) {
+        if (i < guessed->count)
+            guess(search, &guessed->group[i]);
+        if (i < verified->count && !search->is_over)
+            settle(search, &verified->group[i]);
+    }
     return !search->is_over && (asked->count || opened->count || guessed->count);
 }
 

@@ -85,6 +85,7 @@ struct kvp_group {
 };
 
 enum { KVP_STAGES = 4, KVP_STAGE_GROUPS = 3 }; /* groups: with more, the lines asked for at once are more than a core waits for */
+_Static_assert((KVP_STAGES & (KVP_STAGES - 1)) == 0, "a turn is a position in a ring");
 
 struct kvp_batch {
     uint32_t count;
