@@ -43,12 +43,10 @@ uint32_t kvp_find_here(const kvp_pool *pool, uint32_t c, const void *keys, uint3
     return (refs[0] = kvp_directory_look(pool, c, &key, 0)) != 0;
 }
 
-int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
+/* After a search here: a hit reads nothing of the pool, a miss looks whether others have published meanwhile. */
+static uint32_t find_elsewhere(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs,
+                               uint64_t learned, uint32_t found)
 {
-    uint64_t learned = KVP_MANY_HOSTS ? co_load(&pool->arena.head->learned) : 0;
-    uint32_t found = kvp_find_here(pool, c, keys, n, prefix, refs);
-
-    /* A hit reads nothing of the pool; a miss looks whether others have published meanwhile. */
     if (KVP_MANY_HOSTS && found < n) {
         kvp_replay(pool, KVP_PATIENCE);
         if (co_load(&pool->arena.head->learned) != learned) /* by us, or by another worker since we searched */
@@ -57,6 +55,13 @@ int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int p
     kvp_count(pool, KVP_COUNT_LOOKUPS, n);
     kvp_count(pool, KVP_COUNT_HITS, found);
     return found;
+}
+
+int64_t kvp_find(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
+{
+    uint64_t learned = kvp_learned(pool);
+
+    return find_elsewhere(pool, c, keys, n, prefix, refs, learned, kvp_find_here(pool, c, keys, n, prefix, refs));
 }
 
 int64_t kvp_lookup(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, uint64_t *refs)
@@ -81,18 +86,25 @@ static int64_t pin(kvp_pool *pool, uint64_t *refs, uint32_t n)
     return pinned;
 }
 
+int64_t kvp_match_found(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, uint64_t *refs, uint64_t learned,
+                        uint32_t found)
+{
+    found = find_elsewhere(pool, c, keys, n, 1, refs, learned, found);
+    clear_refs(refs + found, n - found);
+    int64_t pinned = found ? pin(pool, refs, found) : 0;
+    return pinned == KVP_E_STALE ? 0 : pinned; /* evicted between the two: a miss */
+}
+
 int64_t kvp_match(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, uint64_t *refs)
 {
+    uint64_t learned = kvp_learned(pool);
     int status = kvp_enter_class(pool, c);
 
     if (status) {
         clear_refs(refs, n);
         return status;
     }
-    int64_t found = kvp_find(pool, c, keys, n, 1, refs);
-    clear_refs(refs + found, n - (uint32_t)found);
-    int64_t pinned = found ? pin(pool, refs, (uint32_t)found) : 0;
-    return pinned == KVP_E_STALE ? 0 : pinned; /* evicted between the two: a miss */
+    return kvp_match_found(pool, c, keys, n, refs, learned, kvp_find_here(pool, c, keys, n, 1, refs));
 }
 
 int64_t kvp_touch(kvp_pool *pool, uint32_t c, const void *keys, uint32_t n)

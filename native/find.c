@@ -18,36 +18,6 @@ uint64_t kvp_directory_look(const kvp_pool *pool, uint32_t c, const struct kvp_k
     return 0;
 }
 
-/* A search for many keys goes by groups, whose keys share two homes, and in four stages, so that no load waits for the one
- * before it: the first home's lines, the second's, guesses in them and the lines of the blocks' words and tags, and the
- * verification. A batch of groups passes a stage, then the batch behind it: asking in bursts keeps more lines under way than
- * group by group. A chain is entered in order, so that a group's entries mostly are neighbours, and then its keys are compared
- * without a branch; what differs is searched key by key. */
-struct group {
-    const struct kvp_entry *home[KVP_GROUP_HOMES];
-    uint32_t place[KVP_GROUP_HOMES]; /* where in them it would begin first */
-    const struct kvp_entry *start; /* where its first key is; NULL: not in its homes */
-    uint32_t first, n;             /* keys of this call */
-    enum { APART, ROW, RUN } form; /* its entries do not stand in order; they do; and they name neighbouring blocks of one age */
-};
-
-enum { STAGES = 4, BATCH = 3 }; /* groups: with more, the lines asked for at once are more than a core waits for */
-
-struct batch {
-    uint32_t count;
-    struct group group[BATCH];
-};
-
-struct search {
-    const kvp_pool *pool;
-    const struct kvp_class *class;
-    const void *keys;
-    uint64_t *refs;
-    uint32_t c, n, block0;             /* the class; how many keys; block 0 of the class */
-    uint32_t asked;                    /* keys that belong to a group */
-    struct batch batch[STAGES];        /* one at each stage */
-};
-
 /* Ask for half a home: a group's entries. */
 static inline void prefetch_group(const struct kvp_entry *entry)
 {
@@ -63,7 +33,7 @@ void kvp_directory_ask(const kvp_pool *pool, const void *key)
 }
 
 /* First stage: find where the next group ends, and ask for its home. */
-static inline void ask(struct search *search, struct group *group)
+static inline void ask(struct kvp_search *search, struct kvp_group *group)
 {
     struct kvp_key key = kvp_key_at(search->keys, search->asked);
     uint32_t end = search->asked + 1, most = search->n - search->asked < GROUP ? search->n : search->asked + GROUP;
@@ -81,7 +51,7 @@ static inline void ask(struct search *search, struct group *group)
 }
 
 /* Second stage: a group that does not begin where it would first is in the other half of that home, or in the second. */
-static inline void open_group(const struct search *search, struct group *group)
+static inline void open_group(const struct kvp_search *search, struct kvp_group *group)
 {
     const struct kvp_entry *first = group->home[0] + group->place[0];
 
@@ -122,7 +92,7 @@ static inline const struct kvp_entry *tag_in(const struct kvp_entry *entry, uint
 }
 
 /* Where a group begins that does not begin where it would first: likely places before all. */
-static const struct kvp_entry *start_of(const struct group *group, uint64_t tag)
+static const struct kvp_entry *start_of(const struct kvp_group *group, uint64_t tag)
 {
     const struct kvp_entry *other = group->home[0] + (group->place[0] ^ GROUP), *second = group->home[1] + group->place[1];
 
@@ -135,7 +105,7 @@ static const struct kvp_entry *start_of(const struct group *group, uint64_t tag)
 }
 
 /* Third stage for a group that does not stand as it was entered: key by key; 0 if the homes offer nothing. */
-static void guess_each(const struct search *search, const struct group *group)
+static void guess_each(const struct kvp_search *search, const struct kvp_group *group)
 {
     for (uint32_t i = group->first; i < group->first + group->n; i++) {
         struct kvp_key key = kvp_key_at(search->keys, i);
@@ -152,7 +122,7 @@ static void guess_each(const struct search *search, const struct group *group)
 
 /* If the entries from the start on, around the end of their home, have the tags of the group's keys, their references are the
  * guess. */
-static inline int guess_row(const struct search *search, const struct group *group)
+static inline int guess_row(const struct kvp_search *search, const struct kvp_group *group)
 {
     uint64_t *refs = search->refs + group->first, differ = 0, run = 0;
     uint64_t at = (uint64_t)(group->start - search->pool->directory);
@@ -167,7 +137,7 @@ static inline int guess_row(const struct search *search, const struct group *gro
 }
 
 /* Third stage. */
-static inline void guess(const struct search *search, struct group *group)
+static inline void guess(const struct kvp_search *search, struct kvp_group *group)
 {
     uint64_t *refs = search->refs + group->first;
 
@@ -190,7 +160,7 @@ static inline uint64_t known_word(const struct kvp_class *class, uint32_t number
 }
 
 /* Is the guess right? As `stands`. */
-static inline int holds(const struct search *search, uint64_t ref, const struct kvp_key *key)
+static inline int holds(const struct kvp_search *search, uint64_t ref, const struct kvp_key *key)
 {
     uint32_t number = (uint32_t)ref - search->block0;
 
@@ -199,7 +169,7 @@ static inline int holds(const struct search *search, uint64_t ref, const struct 
 }
 
 /* The same for a run of blocks, all at once. The words first: a tag counts if it is read after its word was LIVE. */
-static inline int holds_run(const struct search *search, const struct group *group)
+static inline int holds_run(const struct kvp_search *search, const struct kvp_group *group)
 {
     uint64_t ref = search->refs[group->first], differ = 0;
     uint32_t number = (uint32_t)ref - search->block0;
@@ -218,7 +188,7 @@ static inline int holds_run(const struct search *search, const struct group *gro
 
 /* Last stage: the guesses, or what a thorough search finds; 0 if a key is not there. How many are, up to the first that is
  * not if `prefix`. */
-static inline uint32_t verify(const struct search *search, const struct group *group, int prefix)
+static inline uint32_t verify(const struct kvp_search *search, const struct kvp_group *group, int prefix)
 {
     uint32_t found = 0;
 
@@ -237,44 +207,74 @@ static inline uint32_t verify(const struct search *search, const struct group *g
     return found;
 }
 
-static void ask_batch(struct search *search, struct batch *batch)
+static void ask_batch(struct kvp_search *search, struct kvp_batch *batch)
 {
-    for (batch->count = 0; batch->count < BATCH && search->asked < search->n; batch->count++)
+    for (batch->count = 0; batch->count < KVP_STAGE_GROUPS && search->asked < search->n; batch->count++)
         ask(search, &batch->group[batch->count]);
 }
 
-static uint32_t verify_batch(const struct search *search, const struct batch *batch, int prefix, int *is_over)
+static void settle(struct kvp_search *search, const struct kvp_group *group)
 {
-    uint32_t found = 0;
+    uint32_t there = verify(search, group, search->prefix);
 
-    for (uint32_t i = 0; i < batch->count && !*is_over; i++) {
-        uint32_t there = verify(search, &batch->group[i], prefix);
-        *is_over = prefix && there < batch->group[i].n;
-        found += there;
+    search->found += there;
+    search->is_over = search->prefix && there < group->n;
+}
+
+/* The batch that comes to a stage at this turn. */
+static inline struct kvp_batch *batch_of(struct kvp_search *search, uint32_t stage)
+{
+    return &search->batch[(search->turn - stage) % KVP_STAGES]; /* a power of two: turns may begin below 0 */
+}
+
+/* Each batch one stage further, and a new one at the first: 0 if there is none any more. The last two stages in turn: a group
+ * whose blocks are scattered asks for more lines than a core waits for. */
+static int advance(struct kvp_search *search)
+{
+    struct kvp_batch *asked = batch_of(search, 0), *opened = batch_of(search, 1);
+    struct kvp_batch *guessed = batch_of(search, 2), *verified = batch_of(search, 3);
+
+    search->turn++;
+    ask_batch(search, asked);
+    for (uint32_t i = 0; i < opened->count; i++)
+        open_group(search, &opened->group[i]);
+    for (uint32_t i = 0; i < KVP_STAGE_GROUPS; i++) {
+        if (i < guessed->count)
+            guess(search, &guessed->group[i]);
+        if (i < verified->count && !search->is_over)
+            settle(search, &verified->group[i]);
     }
-    return found;
+    return !search->is_over && (asked->count || opened->count || guessed->count);
+}
+
+void kvp_search_begin(struct kvp_search *search, const kvp_pool *pool, uint32_t c, const void *keys, int prefix, uint64_t *refs)
+{
+    search->pool = pool, search->class = &pool->arena.class[c], search->keys = keys, search->refs = refs;
+    search->c = c, search->block0 = kvp_block(c, 0), search->prefix = prefix;
+    search->n = search->asked = search->found = search->turn = 0, search->is_over = 0;
+    for (uint32_t i = 0; i < KVP_STAGES; i++)
+        search->batch[i].count = 0;
+}
+
+void kvp_search_more(struct kvp_search *search, uint32_t n)
+{
+    search->n = n;
+    while (!search->is_over && search->n - search->asked >= KVP_STAGE_GROUPS * GROUP)
+        advance(search);
+}
+
+uint32_t kvp_search_end(struct kvp_search *search)
+{
+    while (!search->is_over && advance(search))
+        ;
+    return search->found;
 }
 
 uint32_t kvp_directory_find(const kvp_pool *pool, uint32_t c, const void *keys, uint32_t n, int prefix, uint64_t *refs)
 {
-    struct search search;
-    uint32_t found = 0;
+    struct kvp_search search;
 
-    search.pool = pool, search.class = &pool->arena.class[c], search.keys = keys, search.refs = refs;
-    search.c = c, search.n = n, search.block0 = kvp_block(c, 0), search.asked = 0;
-    for (uint32_t i = 0; i < STAGES; i++)
-        search.batch[i].count = 0;
-    for (int is_over = 0, turn = 0; !is_over; turn++) {
-        struct batch *asked = &search.batch[turn % STAGES], *opened = &search.batch[(turn + 3) % STAGES];
-        struct batch *guessed = &search.batch[(turn + 2) % STAGES], *verified = &search.batch[(turn + 1) % STAGES];
-        ask_batch(&search, asked);
-        for (uint32_t i = 0; i < opened->count; i++)
-            open_group(&search, &opened->group[i]);
-        for (uint32_t i = 0; i < guessed->count; i++)
-            guess(&search, &guessed->group[i]);
-        found += verify_batch(&search, verified, prefix, &is_over);
-        if (!asked->count && !opened->count && !guessed->count)
-            break;
-    }
-    return found;
+    kvp_search_begin(&search, pool, c, keys, prefix, refs);
+    search.n = n;
+    return kvp_search_end(&search);
 }

@@ -179,6 +179,14 @@ void kvp_pool_release(kvp_pool *pool);
 uint32_t kvp_find_here(const kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
 /* The same, counted; with many hosts a miss looks at their logs. */
 int64_t kvp_find(kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, int prefix, uint64_t *refs);
+/* The rest of kvp_match, after a search here that has found so many of the first keys; kvp_learned from before it. */
+int64_t kvp_match_found(kvp_pool *pool, uint32_t class, const void *keys, uint32_t n, uint64_t *refs, uint64_t learned,
+                        uint32_t found);
+/* Grows when this host has learned what others have published. */
+static inline uint64_t kvp_learned(const kvp_pool *pool)
+{
+    return KVP_MANY_HOSTS ? co_load(&pool->arena.head->learned) : 0;
+}
 /* kvp_publish as a part of a call whose order is given. */
 int64_t kvp_publish_ordered(kvp_pool *pool, uint32_t class, uint32_t *numbers, const void *keys, uint32_t n, uint64_t *refs,
                             struct kvp_order *order);

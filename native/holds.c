@@ -52,17 +52,29 @@ int64_t kvp_hold_reserve(struct kvp_hold *hold)
 int64_t kvp_hold_match_tokens(struct kvp_hold *hold, kvp_hash hash, const void *secret, const uint32_t *tokens,
                               uint32_t blocks, uint32_t block_tokens, struct kvp_chain *chain, void *keys)
 {
-    uint8_t *out = keys;
+    uint64_t learned = kvp_learned(hold->pool);
+    struct kvp_search search;
+    int status = kvp_enter_class(hold->pool, hold->class_);
 
+    if (status == KVP_OK && blocks > hold->n)
+        status = kvp_fail(KVP_E_INVALID, "%u keys do not fit a hold of %u", blocks, hold->n);
+    if (status)
+        return status;
+    kvp_search_begin(&search, hold->pool, hold->class_, keys, 1, hold->refs);
     for (uint32_t at = 0, n; at < blocks; at += n) {
-        n = blocks - at < GROUP ? blocks - at : GROUP;
-        int status = kvp_keys(hash, secret, tokens + (size_t)at * block_tokens, n, block_tokens, chain,
-                              out + (size_t)at * KVP_KEY_BYTES);
-        if (status)
+        n = GROUP - (uint32_t)chain->blocks % GROUP; /* to the end of a group */
+        n = blocks - at < n ? blocks - at : n;
+        status = kvp_keys(hash, secret, tokens + (size_t)at * block_tokens, n, block_tokens, chain,
+                          (uint8_t *)keys + (size_t)at * KVP_KEY_BYTES);
+        if (status) {
+            memset(hold->refs, 0, at * sizeof *hold->refs); /* guesses: nothing is pinned */
             return status;
-        kvp_directory_ask(hold->pool, out + (size_t)at * KVP_KEY_BYTES);
+        }
+        kvp_search_more(&search, at + n);
     }
-    return kvp_hold_match(hold, keys, blocks);
+    int64_t pinned = kvp_match_found(hold->pool, hold->class_, keys, blocks, hold->refs, learned, kvp_search_end(&search));
+    number_blocks(hold, pinned);
+    return pinned;
 }
 
 int64_t kvp_hold_pin(struct kvp_hold *hold, const uint64_t *refs, uint32_t n)

@@ -1,4 +1,4 @@
-/* homes.h -- where a key may stand in the directory, and when an entry counts: private to directory.c and find.c. */
+/* homes.h -- where a key may stand in the directory, and when an entry counts: and how many are searched for at once: private to native/. */
 #ifndef KVP_HOMES_H
 #define KVP_HOMES_H
 #include "native/handle.h"
@@ -70,6 +70,46 @@ static inline int stands(const kvp_pool *pool, uint64_t ref, const struct kvp_ke
 {
     return block_exists(pool, ref) && kvp_ref_known(&pool->arena, ref) && tag_is(pool, (uint32_t)ref, key);
 }
+
+/* A search for many keys goes by groups, whose keys share two homes, and in four stages, so that no load waits for the one
+ * before it: the first home's lines, the second's, guesses in them and the lines of the blocks' words and tags, and the
+ * verification. A batch of groups passes a stage, then the batch behind it: asking in bursts keeps more lines under way than
+ * group by group. A chain is entered in order, so that a group's entries mostly are neighbours, and then its keys are compared
+ * without a branch; what differs is searched key by key. */
+struct kvp_group {
+    const struct kvp_entry *home[KVP_GROUP_HOMES];
+    uint32_t place[KVP_GROUP_HOMES]; /* where in them it would begin first */
+    const struct kvp_entry *start; /* where its first key is; NULL: not in its homes */
+    uint32_t first, n;             /* keys of this call */
+    enum { APART, ROW, RUN } form; /* its entries do not stand in order; they do; and they name neighbouring blocks of one age */
+};
+
+enum { KVP_STAGES = 4, KVP_STAGE_GROUPS = 3 }; /* groups: with more, the lines asked for at once are more than a core waits for */
+_Static_assert((KVP_STAGES & (KVP_STAGES - 1)) == 0, "a turn is a position in a ring");
+
+struct kvp_batch {
+    uint32_t count;
+    struct kvp_group group[KVP_STAGE_GROUPS];
+};
+
+struct kvp_search {
+    const kvp_pool *pool;
+    const struct kvp_class *class;
+    const void *keys;
+    uint64_t *refs;
+    uint32_t c, n, block0;             /* the class; how many keys are there by now; block 0 of the class */
+    uint32_t asked;                    /* keys that belong to a group */
+    uint32_t found, turn;
+    int prefix, is_over;               /* stop at the first key that is not there; it is known which that is */
+    struct kvp_batch batch[KVP_STAGES];    /* one at each stage */
+};
+
+/* A search whose keys come one after the other, as they are hashed: while that computes, the lines that others wait for arrive.
+ * Groups come whole. `refs` are as after kvp_directory_find, which is all in one. */
+void kvp_search_begin(struct kvp_search *search, const kvp_pool *pool, uint32_t class, const void *keys, int prefix,
+                      uint64_t *refs);
+void kvp_search_more(struct kvp_search *search, uint32_t n);
+uint32_t kvp_search_end(struct kvp_search *search);
 
 /* The reference under a key, found without haste in the homes from the `from`-th on; 0 if there is none. */
 uint64_t kvp_directory_look(const kvp_pool *pool, uint32_t class, const struct kvp_key *key, uint64_t from);

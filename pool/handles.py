@@ -52,11 +52,11 @@ _buffer = ffi.buffer
 class Rows:
     """A view of each block of a class, kept once it was made: making one costs more than finding the block."""
 
-    __slots__ = ("_all", "_array", "_some", "seen")
+    __slots__ = ("_array", "_some", "every", "seen")
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
-        self._all: NDArray[Any] | None = None
+        self.every: NDArray[Any] | None = None
         """By number, from the first use on; not where there are many."""
         self._some: dict[int, NDArray[np.uint8]] = {}
         self.seen: dict[int, NDArray[np.uint8]] = {}
@@ -79,13 +79,13 @@ class Rows:
 
     def of(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """The views of blocks, by number. numpy picks them: a number that Python sees costs more than its view."""
-        if self._all is None:
+        if self.every is None:
             if len(self._array) > _ROWS_MAX:
                 return [self._one(number) for number in numbers.tolist()]
             every = np.empty(len(self._array), object)
             every[:] = list(self._array)
-            self._all = every
-        views: list[NDArray[np.uint8]] = self._all[numbers].tolist()
+            self.every = every
+        views: list[NDArray[np.uint8]] = self.every[numbers].tolist()
         return views
 
 
@@ -202,7 +202,8 @@ class Hit:
         try:
             if raw is not None:
                 return [shelf.seen[raw]]  # type: ignore[index]
-            views = shelf.rows.of(self._made[1][: self.count])
+            numbers, every = self._made[1][: self.count], shelf.rows.every
+            views = every[numbers].tolist() if every is not None else shelf.rows.of(numbers)
             if self._raw is None:  # else it was released meanwhile, and they may be another's
                 return views
         except (KeyError, AttributeError):
