@@ -6,6 +6,7 @@ import pathlib
 import random
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -252,6 +253,7 @@ def test_interrupts_leak_nothing(pool, uri, rack, start, call):
                 raise KeyboardInterrupt
             owed = True  # we are still telling of the last one
         signal.signal(signal.SIGINT, interrupt)
+        import faulthandler; faulthandler.enable()
         say("ready")
         for _ in range(10):
             try:
@@ -270,10 +272,14 @@ def test_interrupts_leak_nothing(pool, uri, rack, start, call):
     process = start(body, uri)
     assert process.stdout.readline() == "ready\n", process.communicate()
     rng = random.Random(call)
+    stuck = threading.Timer(200, process.send_signal, [signal.SIGABRT])  # then it says where
+    stuck.daemon = True
+    stuck.start()
     for _ in range(10):
         time.sleep(rng.random() * 0.02)
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "interrupted\n", process.communicate()
+    stuck.cancel()
     out, err = process.communicate(timeout=30)
     assert out.split() == ["True", "0", "0", "True"], (out, err)
     assert process.returncode == 0, err
