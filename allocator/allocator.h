@@ -428,6 +428,9 @@ void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Note that a block, or those of one hint word that `bits` names, are probably FREE. */
 void kvp_set_hint(struct kvp_class *class, uint32_t number);
 void kvp_set_hints(struct kvp_class *class, uint32_t at, uint64_t bits);
+/* Before the first allocation: each worker looks for blocks in a part of its own first. Two that fill and spill their magazines
+ * in the same place write each other's lines, and together are slower than one. */
+void kvp_magazines_spread(struct kvp_arena *arena);
 /* Return every magazine to the common stock. */
 void kvp_spill(struct kvp_arena *arena);
 /* The reference that a block will have once published. RANGE, NOTOWNED. */

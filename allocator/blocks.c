@@ -119,11 +119,25 @@ static void claim_hinted(struct kvp_arena *arena, uint32_t c, uint32_t at)
     }
 }
 
+static uint32_t summary_words_of(const struct kvp_class *class)
+{
+    return (class->blocks + 64 * 64 - 1) / (64 * 64);
+}
+
+void kvp_magazines_spread(struct kvp_arena *arena)
+{
+    uint64_t workers = (uint64_t)arena->layout.hosts * arena->layout.workers;
+    uint64_t self = (uint64_t)arena->host * arena->layout.workers + arena->self;
+
+    for (uint32_t c = 0; c < arena->layout.classes; c++) /* a host's workers in the part that it owns at first */
+        arena->class[c].magazine.cursor = (uint32_t)(self * summary_words_of(&arena->class[c]) / workers);
+}
+
 __attribute__((noinline)) static int refill(struct kvp_arena *arena, uint32_t c)
 {
     struct kvp_class *class = &arena->class[c];
     struct kvp_magazine *magazine = &class->magazine;
-    uint32_t hint_words = (class->blocks + 63) / 64, summary_words = (hint_words + 63) / 64;
+    uint32_t hint_words = (class->blocks + 63) / 64, summary_words = summary_words_of(class);
 
     for (uint32_t step = 0; step <= summary_words; step++) {
         uint32_t s = (magazine->cursor + step) % summary_words;

@@ -179,6 +179,7 @@ static int join(kvp_pool *pool)
         return status;
     }
     pool->arena.self = pool->keeper.self;
+    kvp_magazines_spread(&pool->arena);
     pool->arena.incarnation = (uint32_t)co_load(&pool->arena.slots[pool->arena.self].incarnation);
     pool->log_sequence = kvp_log_newest(kvp_ring(&pool->arena, pool->host, pool->arena.self), pool->arena.layout.log_records);
     kvp_host_joined(pool);

@@ -35,6 +35,7 @@ TARGETS = (
     Target("get_into, * (Python)", 1 / 0.95),
     Target("alloc+free, hit (C)", 1.0),
     Target("alloc+free, burst of 2048 (C)", 2.5),
+    Target("alloc+free, hit, two processes (C)", 1 / 1.5),
     Target("alloc+free, burst of 2048, two processes (C)", 1 / 1.5),
     Target("alloc+free, 1 block (Python)", 1.2),
     Target("alloc+free, batch of 64 (Python)", 6.0, "measured"),

@@ -360,7 +360,7 @@ static void index_rows(uint32_t samples)
 }
 
 /* Two processes at once, each with its own worker: how long both together take for a pair, beside one alone. */
-static void pair_row(kvp_pool *pool, uint32_t samples)
+static void pair_row(kvp_pool *pool, const char *name, double (*timed)(kvp_pool *pool), uint32_t samples)
 {
     static double one[SAMPLES_MAX], two[SAMPLES_MAX];
     double *theirs = mmap(NULL, sizeof one, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -369,7 +369,7 @@ static void pair_row(kvp_pool *pool, uint32_t samples)
     if (theirs == MAP_FAILED || shared == MAP_FAILED)
         fail("no shared page");
     for (uint32_t i = 0; i < samples; i++)
-        one[i] = time_burst(pool);
+        one[i] = timed(pool);
     fflush(stdout);
     pid_t child = fork();
     if (child == 0)
@@ -378,7 +378,7 @@ static void pair_row(kvp_pool *pool, uint32_t samples)
     while (co_load(&shared->ready) < 2)
         ;
     for (uint32_t i = 0; i < samples; i++)
-        (child ? two : theirs)[i] = time_burst(pool);
+        (child ? two : theirs)[i] = timed(pool);
     if (child == 0) {
         kvp_pool_free(pool);
         _exit(0);
@@ -386,8 +386,16 @@ static void pair_row(kvp_pool *pool, uint32_t samples)
     waitpid(child, NULL, 0);
     for (uint32_t i = 0; i < samples; i++)
         two[i] = 1 / (1 / two[i] + 1 / theirs[i]);
-    row("alloc+free, burst of 2048, two processes (C)", "ns/pair", two, samples, median(one, samples), 1);
+    row(name, "ns/pair", two, samples, median(one, samples), 1);
 }
+
+static const struct {
+    const char *name;
+    double (*timed)(kvp_pool *pool);
+} pairs[] = {
+    {"alloc+free, hit, two processes (C)", time_hits},
+    {"alloc+free, burst of 2048, two processes (C)", time_burst},
+};
 
 static void alloc_suite(uint32_t samples)
 {
@@ -395,7 +403,8 @@ static void alloc_suite(uint32_t samples)
 
     alloc_rows(pool, samples);
     if (sysconf(_SC_NPROCESSORS_ONLN) > 1)
-        pair_row(pool, samples);
+        for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+            pair_row(pool, pairs[i].name, pairs[i].timed, samples);
     kvp_pool_free(pool);
 }
 
