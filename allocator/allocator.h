@@ -372,7 +372,6 @@ int kvp_free(struct kvp_arena *arena, uint32_t class, const uint32_t *numbers, u
 
 /* From CACHED(self) to OWN(self): by addition, since each waits for the store of the one before, and a pair is nothing else. */
 enum { KVP_CACHED_TO_OWN = KVP_OWN - KVP_CACHED };
-
 /* The next block of a magazine, which has one. */
 static inline uint32_t kvp_magazine_take(struct kvp_class *class)
 {
@@ -383,7 +382,6 @@ static inline uint32_t kvp_magazine_take(struct kvp_class *class)
     KVP_CRASH_POINT("alloc.owned");
     return number;
 }
-
 /* OWN(self) -> CACHED(self). The generation grows: a reference to the publication that did not happen never fits again. */
 static inline void kvp_magazine_keep(struct kvp_class *class, uint32_t number, uint64_t word)
 {
@@ -391,13 +389,11 @@ static inline void kvp_magazine_keep(struct kvp_class *class, uint32_t number, u
     KVP_CRASH_POINT("free.cached");
     class->magazine.block[class->magazine.count++] = number;
 }
-
 /* Is a word OWN(self)? */
 static inline int kvp_is_own(const struct kvp_arena *arena, uint64_t word)
 {
     return (uint16_t)word == (uint16_t)kvp_word(0, arena->self, KVP_OWN);
 }
-
 /* One block, by value: in line, a hit is less than a call. KVP_NO_BLOCK: none is free. */
 static inline uint32_t kvp_alloc_one(struct kvp_arena *arena, uint32_t class)
 {
@@ -428,8 +424,7 @@ void kvp_block_end(struct kvp_arena *arena, uint32_t class, uint32_t number);
 /* Note that a block, or those of one hint word that `bits` names, are probably FREE. */
 void kvp_set_hint(struct kvp_class *class, uint32_t number);
 void kvp_set_hints(struct kvp_class *class, uint32_t at, uint64_t bits);
-/* Before the first allocation: each worker looks for blocks in a part of its own first. Two that fill and spill their magazines
- * in the same place write each other's lines, and together are slower than one. */
+/* Each worker looks for blocks in a part of its own first: two in one place write each other's lines, slower than one alone. */
 void kvp_magazines_spread(struct kvp_arena *arena);
 /* Return every magazine to the common stock. */
 void kvp_spill(struct kvp_arena *arena);
