@@ -1,4 +1,4 @@
-/* homes.h -- where a key may stand in the directory, and when an entry counts: and how many are searched for at once: private to native/. */
+/* homes.h -- where a key may stand, when an entry counts, and how many keys are searched for at once: private to native/. */
 #ifndef KVP_HOMES_H
 #define KVP_HOMES_H
 #include "native/handle.h"
@@ -101,7 +101,7 @@ struct kvp_search {
     uint32_t asked;                    /* keys that belong to a group */
     uint32_t found, turn;
     int prefix, is_over;               /* stop at the first key that is not there; it is known which that is */
-    struct kvp_batch batch[KVP_STAGES];    /* one at each stage */
+    struct kvp_batch batch[KVP_STAGES]; /* one at each stage */
 };
 
 /* A search whose keys come one after the other, as they are hashed: while that computes, the lines that others wait for arrive.

@@ -177,19 +177,11 @@ class Namespace:
         if timeout is not None:
             seconds("timeout", timeout)
         if count == 1:  # by far the most frequent: nothing is made but the address
-            try:
-                [buffer] = buffers
-                source = _from_buffer(buffer)
-                length = len(source)
-            except (TypeError, ValueError, BufferError):
-                length = 0
-            if not length:
-                [source], _, length = _pointers(buffers, 1, writable=False)  # says what is wrong
-            one = self._put_one
-            stored: int = one(self._handle, self.block_class, pointer, source, length)
+            source, one = _only(buffers, False), self._put_one
+            stored: int = one(self._handle, self.block_class, pointer, source, len(source))
             if stored >= 0:
                 return stored
-            call: tuple[Any, ...] = one, self._handle, self.block_class, pointer, source, length
+            call: tuple[Any, ...] = one, self._handle, self.block_class, pointer, source, len(source)
         else:
             _held, array, length = _pointers(buffers, count, writable=False)
             call = self._core.lib.kvp_put, self._handle, self.block_class, pointer, count, array, length
@@ -203,16 +195,8 @@ class Namespace:
         """
         pointer, count = keys.pointer if type(keys) is Keys else key_buffer(keys)
         if count == 1:
-            try:
-                [buffer] = buffers
-                target = _from_buffer(_BYTES, buffer, True)
-                length = len(target)
-            except (TypeError, ValueError, BufferError):
-                length = 0
-            if not length:
-                [target], _, length = _pointers(buffers, 1, writable=True)  # says what is wrong
-            one = self._read_one
-            found = one(self._handle, self.block_class, pointer, target, length)
+            target, one = _only(buffers, True), self._read_one
+            found = one(self._handle, self.block_class, pointer, target, len(target))
             if found > 0:
                 return _GOT.copy()
             self._core.check(found)
@@ -340,6 +324,16 @@ def _rows(rows: Sequence[int] | NDArray[np.uint64], count: int) -> NDArray[np.ui
     if row.shape != (count,):
         raise InvalidArgument(f"{count} keys and rows of shape {row.shape}: one row per key")
     return row
+
+
+def _only(buffers: Sequence[Any] | NDArray[Any], writable: bool) -> Any:
+    """The cdata of one buffer, without a list or an array of addresses."""
+    try:
+        [buffer] = buffers
+        held = _from_buffer(_BYTES, buffer, writable)
+    except (TypeError, ValueError, BufferError):
+        held = b""
+    return held if len(held) else _pointers(buffers, 1, writable=writable)[0][0]  # which says what is wrong
 
 
 def _pointers(buffers: Sequence[Any] | NDArray[Any], count: int, *, writable: bool) -> tuple[list[Any], Any, int]:
